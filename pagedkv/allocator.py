@@ -1,0 +1,178 @@
+"""Block ids, their owners, and the queue of free ones. No keys or values live here."""
+
+import operator
+import time
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+
+class PoolExhausted(Exception):
+    """A refusal: the pool has too few free blocks. Nothing was changed; the caller may retry later."""
+
+    def __init__(self, requested: int, available: int):
+        super().__init__(requested, available)
+        self.requested, self.available = requested, available
+
+    def __str__(self) -> str:
+        return f"requested {self.requested}, free {self.available}"
+
+
+@dataclass(frozen=True)
+class Event:
+    """What one public call did: the unit that observers (players, metrics, logs) are told."""
+
+    kind: str  # the method's name, or "refuse"
+    seq_ids: tuple = ()
+    blocks: dict[str, np.ndarray] = field(default_factory=dict)  # role ("new", "freed", …) -> int32 ids
+    counts: dict[str, int] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+Observer = Callable[[Event], None]
+
+
+class Observed:
+    """Tells a list of observers what happened; costs one `if` while the list is empty."""
+
+    def __init__(self, observers: Iterable[Observer] = ()):
+        self.observers = list(observers)
+
+    def _clock(self) -> float:
+        return time.perf_counter() if self.observers else 0.0
+
+    def _tell(self, kind: str, started: float, seq_ids=(), blocks=None, **counts: int) -> None:
+        if not self.observers:
+            return
+        event = Event(kind, tuple(seq_ids), blocks or {}, counts, time.perf_counter() - started)
+        for observer in list(self.observers):
+            try:
+                observer(event)
+            except Exception as error:  # the call has succeeded; a broken viewer must not stop its copies
+                warnings.warn(f"observer {observer!r} failed on {kind!r}: {error!r}", RuntimeWarning, 3)
+
+    def _refuse(self, started: float, requested: int, available: int, seq_ids=()) -> None:
+        self._tell("refuse", started, seq_ids, requested=requested, available=available)
+        raise PoolExhausted(requested, available)
+
+
+def whole_number(name: str, value, minimum: int = 0) -> int:
+    """Return `value` as an int of at least `minimum`; ValueError names what was given instead."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool | np.bool_) or number < minimum:
+        raise ValueError(f"{name} must be a whole number of at least {minimum}, got {value!r}")
+    return number
+
+
+def whole_numbers(name: str, values: ArrayLike) -> np.ndarray:
+    """Return `values` as an int64 array; ValueError if any of them is not a whole number."""
+    array = np.asarray(values)
+    if array.size == 0:
+        return array.astype(np.int64)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} must be whole numbers, got {values!r}")
+    return array.astype(np.int64)
+
+
+class BlockAllocator(Observed):
+    """Hands out block ids and counts their owners (PagedAttention, Kwon et al. 2023, section 4.2).
+
+    A block is free exactly when nobody owns it. Free blocks wait in one queue, last released first:
+    the block that was touched last is the likeliest to be still in a cache of the processor.
+    """
+
+    def __init__(self, num_blocks: int, *, observers: Iterable[Observer] = ()):
+        super().__init__(observers)
+        self.num_blocks = whole_number("num_blocks", num_blocks, minimum=1)
+        self._owners = np.zeros(self.num_blocks, np.int32)  # [num_blocks]
+        self._free = list(range(self.num_blocks))[::-1]  # the front of the queue is the end of the list
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody owns."""
+        return len(self._free)
+
+    def queue(self) -> list[int]:
+        """Free block ids in the order in which they will be handed out."""
+        return self._free[::-1]
+
+    @property
+    def ref_counts(self) -> np.ndarray:
+        """Owners of every block: int32 [num_blocks], read only."""
+        view = self._owners.view()
+        view.flags.writeable = False
+        return view
+
+    def ref_count(self, block: int) -> int:
+        """Owners of one block. Raises ValueError for an id that the pool does not have."""
+        return int(self._owners[self._checked([block])[0]])
+
+    def allocate(self, n: int = 1) -> np.ndarray:
+        """Take `n` blocks from the front of the queue, one owner each.
+
+        Args: n: how many, at least 0.
+        Returns: int32 [n], in queue order.
+        Raises: PoolExhausted if fewer are free; all or nothing.
+        Source: section 4.2.
+        """
+        started = self._clock()
+        n = whole_number("the number of blocks to allocate", n)
+        if n > self.num_free:
+            self._refuse(started, n, self.num_free)
+        cut = len(self._free) - n
+        blocks = np.array(self._free[cut:][::-1], np.int32)  # [n]
+        del self._free[cut:]
+        self._owners[blocks] = 1
+        self._tell("allocate", started, blocks={"new": blocks}, free=self.num_free)
+        return blocks
+
+    def share(self, blocks: ArrayLike) -> None:
+        """Add one owner to each block; an id that is named twice gains two.
+
+        Args: blocks: ids [n] of blocks in use.
+        Raises: ValueError for a free or unknown block; nothing is changed.
+        Source: section 4.4, reference counts.
+        """
+        started = self._clock()
+        blocks = self._checked(blocks)
+        unowned = blocks[self._owners[blocks] == 0]
+        if unowned.size:
+            raise ValueError(f"block {unowned[0]} is free: only a block in use can gain an owner")
+        np.add.at(self._owners, blocks, 1)
+        self._tell("share", started, blocks={"shared": blocks})
+
+    def release(self, blocks: ArrayLike) -> np.ndarray:
+        """Take one owner from each block; those left without one go to the front of the queue as a group.
+
+        Args: blocks: ids [n]; an id that is named twice loses two owners.
+        Returns: int32 ids that became free, ordered by the release that freed them.
+        Raises: ValueError if a block has fewer owners than that; nothing is changed.
+        Source: section 4.4.
+        """
+        started = self._clock()
+        blocks = self._checked(blocks)
+        named, times = np.unique(blocks, return_counts=True)
+        short = np.flatnonzero(self._owners[named] < times)
+        if short.size:
+            block, asked = named[short[0]], times[short[0]]
+            raise ValueError(f"block {block} has {self._owners[block]} owners, cannot release {asked}")
+        self._owners[named] -= times.astype(np.int32)
+        ownerless = blocks[self._owners[blocks] == 0][::-1].tolist()
+        back_to_front = list(dict.fromkeys(ownerless))  # a block becomes free at its *last* release
+        self._free += back_to_front
+        freed = np.array(back_to_front[::-1], np.int32)
+        self._tell("release", started, blocks={"released": blocks, "freed": freed}, free=self.num_free)
+        return freed
+
+    def _checked(self, blocks: ArrayLike) -> np.ndarray:
+        blocks = whole_numbers("block ids", blocks).ravel()
+        outside = blocks[(blocks < 0) | (blocks >= self.num_blocks)]
+        if outside.size:
+            raise ValueError(f"there is no block {outside[0]}: the pool has 0 … {self.num_blocks - 1}")
+        return blocks

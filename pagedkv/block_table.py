@@ -1,0 +1,192 @@
+"""Which block holds which positions of a sequence."""
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .allocator import whole_number, whole_numbers
+
+SeqId = int | str
+NOTHING = -1  # an entry without a block: padding, or a block that a sliding window has left behind
+
+
+def as_ids(seq_ids: SeqId | Iterable[SeqId]) -> tuple[SeqId, ...]:
+    """One sequence id or several, as a tuple."""
+    return tuple(seq_ids) if isinstance(seq_ids, Iterable) and not isinstance(seq_ids, str) else (seq_ids,)
+
+
+def slots_of(table: ArrayLike, positions: ArrayLike, block_size: int) -> np.ndarray:
+    """Physical slots of logical positions: block * block_size + offset.
+
+    Args: table: block ids [num_blocks]; positions: whole numbers [n], counted from 0.
+    Returns: int32 [n].
+    Raises: ValueError for a position that is no whole number or that the table does not reach.
+    Source: section 4.3, logical and physical KV blocks.
+    """
+    table = whole_numbers("block ids", table)
+    positions = whole_numbers("positions", positions)
+    outside = positions[(positions < 0) | (positions >= len(table) * block_size)]
+    if outside.size:
+        raise ValueError(f"position {outside[0]} is outside a table of {len(table)} blocks of {block_size}")
+    blocks = table[positions // block_size]
+    if (blocks == NOTHING).any():
+        raise ValueError(f"position {positions[blocks == NOTHING][0]} has no block any more")
+    return (blocks * block_size + positions % block_size).astype(np.int32)
+
+
+def ragged(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The numbers start … start + count − 1 of every row, row after row.
+
+    Args: starts, counts: int [rows].
+    Returns: row of each number, and the number itself: two int64 arrays [sum of counts].
+    """
+    rows = np.repeat(np.arange(len(counts)), counts)
+    within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
+    return rows, starts[rows] + within
+
+
+class BlockTables:
+    """One row of block ids, one length and one version per sequence.
+
+    Entry i of a row holds positions i * block_size … (i + 1) * block_size − 1, in every layer, keys and
+    values alike. A row has exactly ceil(length / block_size) entries; behind them stands −1. A version
+    is unique over all changes of all sequences, so an equal version means an untouched row.
+    """
+
+    def __init__(self, block_size: int, *, max_length: int | None = None):
+        self.block_size = whole_number("block_size", block_size, minimum=1)
+        self.max_length = None if max_length is None else whole_number("max_length", max_length, minimum=1)
+        self._row_of: dict[SeqId, int] = {}
+        self._vacant: list[int] = []  # rows without a sequence
+        self._entries = np.full((0, 1), NOTHING, np.int32)  # [rows, entries]; both double when they run out
+        self._lengths = np.zeros(0, np.int64)  # [rows]
+        self._versions = np.zeros(0, np.int64)  # [rows]
+        self._changes = 0
+
+    def __contains__(self, seq_id: SeqId) -> bool:
+        return seq_id in self._row_of
+
+    def __iter__(self) -> Iterator[SeqId]:
+        return iter(self._row_of)
+
+    def __len__(self) -> int:
+        return len(self._row_of)
+
+    # Reading
+
+    def rows(self, seq_ids: Iterable[SeqId]) -> np.ndarray:
+        """Row numbers of sequences: int64 [batch]. KeyError names one that is not registered."""
+        try:
+            return np.fromiter((self._row_of[s] for s in seq_ids), np.int64)
+        except (KeyError, TypeError):
+            unknown = next(s for s in seq_ids if not isinstance(s, SeqId) or s not in self._row_of)
+            raise KeyError(f"no sequence {unknown!r}: never added, or freed already") from None
+
+    def length(self, rows: np.ndarray) -> np.ndarray:
+        """Tokens per row: int64 [batch]."""
+        return self._lengths[rows]
+
+    def version(self, rows: np.ndarray) -> np.ndarray:
+        """Versions per row: int64 [batch]."""
+        return self._versions[rows]
+
+    def num_entries(self, rows: np.ndarray) -> np.ndarray:
+        """Table entries per row, ceil(length / block_size): int64 [batch]."""
+        return -(-self._lengths[rows] // self.block_size)
+
+    def entries(self, row: int) -> np.ndarray:
+        """Block ids of one row, −1 where a block was left behind: int32 [entries]."""
+        return self._entries[row, : self.num_entries(row)].copy()
+
+    def owned(self, row: int) -> np.ndarray:
+        """Block ids that one row really holds: int32, in order of position."""
+        entries = self.entries(row)
+        return entries[entries != NOTHING]
+
+    def last(self, rows: np.ndarray) -> np.ndarray:
+        """The last entry of each row, none of which may be empty: int32 [batch]."""
+        return self._entries[rows, self.num_entries(rows) - 1]
+
+    def padded(self, rows: np.ndarray) -> np.ndarray:
+        """Tables as one array, padded with −1: int32 [batch, longest]."""
+        width = int(self.num_entries(rows).max(initial=0))
+        return self._entries[rows, :width]
+
+    def csr(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Tables end to end: indptr int32 [batch + 1] and indices int32 [sum of entries]."""
+        counts = self.num_entries(rows)
+        indptr = np.zeros(len(rows) + 1, np.int32)
+        np.cumsum(counts, out=indptr[1:])
+        batch_row, entry = ragged(np.zeros(len(rows), np.int64), counts)
+        return indptr, self._entries[rows[batch_row], entry]
+
+    def slots(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
+        """Slots of positions start … start + count − 1 of each row, row after row: int32 [sum of counts]."""
+        batch_row, positions = ragged(starts, counts)
+        blocks = self._entries[rows[batch_row], positions // self.block_size]
+        return (blocks * self.block_size + positions % self.block_size).astype(np.int32)
+
+    # Changing
+
+    def add(self, seq_id: SeqId) -> int:
+        """Register a sequence of length 0; returns its row."""
+        if not self._vacant:
+            self._add_rows()
+        row = self._vacant.pop()
+        self._row_of[seq_id] = row
+        self.put(row, np.zeros(0, np.int32), 0)
+        return row
+
+    def remove(self, seq_id: SeqId) -> None:
+        """Forget a sequence; its row becomes vacant."""
+        row = self._row_of.pop(seq_id)
+        self.put(row, np.zeros(0, np.int32), 0)
+        self._vacant.append(row)
+
+    def put(self, row: int, entries: np.ndarray, length: int) -> None:
+        """Replace a whole row."""
+        self._widen(len(entries))
+        self._entries[row, : len(entries)] = entries
+        self._entries[row, len(entries) :] = NOTHING
+        self._lengths[row] = length
+        self._touch(row)
+
+    def replace(self, rows: np.ndarray, at: np.ndarray, blocks: np.ndarray) -> None:
+        """Point entry `at` of each row to another block: all int [n]."""
+        self._entries[rows, at] = blocks
+        self._touch(rows)
+
+    def append(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, blocks: np.ndarray) -> None:
+        """Grow each row by `counts` entries, taken from `blocks` row after row, and by `tokens` positions."""
+        first = self.num_entries(rows)
+        self._widen(int((first + counts).max(initial=0)))
+        batch_row, entry = ragged(first, counts)
+        self._entries[rows[batch_row], entry] = blocks
+        self._lengths[rows] += tokens
+        self._touch(rows[tokens > 0])
+
+    def drop(self, row: int, entries: int) -> np.ndarray:
+        """Empty the first `entries` entries of a row; returns the blocks that stood there."""
+        left = self._entries[row, :entries].copy()
+        self._entries[row, :entries] = NOTHING
+        self._touch(row)
+        return left[left != NOTHING]
+
+    def _touch(self, rows: np.ndarray | int) -> None:
+        self._changes += 1
+        self._versions[rows] = self._changes
+
+    def _add_rows(self) -> None:
+        rows, entries = self._entries.shape
+        more = max(rows, 8)
+        self._entries = np.concatenate([self._entries, np.full((more, entries), NOTHING, np.int32)])
+        self._lengths = np.concatenate([self._lengths, np.zeros(more, np.int64)])
+        self._versions = np.concatenate([self._versions, np.zeros(more, np.int64)])
+        self._vacant += range(rows, rows + more)[::-1]
+
+    def _widen(self, entries: int) -> None:
+        rows, have = self._entries.shape
+        if entries > have:
+            more = max(have, entries - have)
+            self._entries = np.concatenate([self._entries, np.full((rows, more), NOTHING, np.int32)], axis=1)

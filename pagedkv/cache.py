@@ -1,0 +1,227 @@
+"""The cache that a model talks to: manager, storage and attention behind one face and one lock."""
+
+import functools
+import threading
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+from numpy.typing import DTypeLike
+
+from .allocator import whole_numbers
+from .block_table import SeqId, as_ids, slots_of
+from .decode import AttentionPlan, StalePlan
+from .manager import BlockManager, Reservation, Snapshot
+from .storage import KVStorage
+
+
+def _from_manager(name: str, *, frees: bool = False):
+    """A method of BlockManager under the cache's lock; blocks that it frees are poisoned in poison mode."""
+    method = getattr(BlockManager, name)
+
+    @functools.wraps(method)
+    def call(self, *args, **kwargs):
+        with self._lock:
+            result = getattr(self.manager, name)(*args, **kwargs)
+            if frees and self.storage.poisoned:
+                self.storage.poison(result)
+            return result
+
+    return call
+
+
+class PagedKVCache:
+    """A paged KV cache: sequences, their pages and attention over them, safe from several threads.
+
+    One step of a model: `reservation = extend(ids)`, `plan = plan(ids)`, then per layer `write(layer, …)` and
+    `attend(layer, …)`. One lock covers the accounting *and* the copies that it asks for, so that a block
+    freed in between cannot be overwritten.
+
+    Args: num_blocks, block_size, num_kv_heads, head_dim, num_layers, dtype, poison: as in KVStorage; manager,
+        storage: parts to use instead of new ones; manager_options: for BlockManager.
+    Source: Kwon et al. 2023, figure 4.
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        *,
+        num_layers: int = 1,
+        dtype: DTypeLike = "float32",
+        poison: bool = False,
+        manager: BlockManager | None = None,
+        storage: KVStorage | None = None,
+        **manager_options,
+    ):
+        shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
+        self.storage = KVStorage(*shape, dtype, poison=poison) if storage is None else storage
+        self.manager = BlockManager(num_blocks, block_size, **manager_options) if manager is None else manager
+        pool = (self.manager.num_blocks, self.manager.block_size)
+        if pool != (self.storage.num_blocks, self.storage.block_size):
+            kept = (self.storage.num_blocks, self.storage.block_size)
+            raise ValueError(f"manager has (blocks, block_size) {pool}, storage {kept}")
+        self._lock = threading.RLock()
+
+    # Accounting
+
+    add = _from_manager("add")
+    fork = _from_manager("fork")
+    length = _from_manager("length")
+    lengths = _from_manager("lengths")
+    versions = _from_manager("versions")
+    block_tables = _from_manager("block_tables")
+    to_csr = _from_manager("to_csr")
+    blocks_needed = _from_manager("blocks_needed")
+    can_extend = _from_manager("can_extend")
+    snapshot = _from_manager("snapshot")
+    reorder = _from_manager("reorder", frees=True)
+    release_before = _from_manager("release_before", frees=True)
+    free = _from_manager("free", frees=True)
+
+    @property
+    def num_blocks(self) -> int:
+        return self.manager.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self.manager.block_size
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that no sequence uses."""
+        return self.manager.num_free
+
+    @property
+    def seq_ids(self) -> list[SeqId]:
+        """All registered sequences, oldest first."""
+        with self._lock:
+            return self.manager.seq_ids
+
+    def extend(self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int] = 1) -> Reservation:
+        """As BlockManager.extend; copies of shared blocks are done when it returns."""
+        with self._lock:
+            reservation = self.manager.extend(seq_ids, num_tokens)
+            self.storage.copy_blocks(reservation.copies)
+            return reservation
+
+    def truncate(self, seq_id: SeqId, length: int) -> np.ndarray:
+        """As BlockManager.truncate."""
+        with self._lock:
+            freed = self.manager.truncate(seq_id, length)
+            if self.storage.poisoned:
+                self.storage.poison(freed)
+                if length % self.block_size:
+                    tail = int(self.manager.block_tables([seq_id])[0, -1])
+                    if self.manager.allocator.ref_count(tail) == 1:  # others may still read a shared tail
+                        self.storage.poison([tail], start=length % self.block_size)
+            return freed
+
+    def restore(self, snapshot: Snapshot, source: "KVStorage | PagedKVCache") -> np.ndarray:
+        """As BlockManager.restore, with the pages copied from the storage that the snapshot speaks of."""
+        pages = source.storage if isinstance(source, PagedKVCache) else source
+        with self._lock:
+            self.storage.check_source(pages)
+            pairs = self.manager.restore(snapshot)
+            self.storage.copy_blocks(pairs, pages)
+            return pairs
+
+    # Keys and values
+
+    def write(self, layer: int, reservation: Reservation, keys: np.ndarray, values: np.ndarray) -> None:
+        """Store the keys and values of a reservation's tokens in one layer.
+
+        Args: keys, values: float [num_tokens, num_kv_heads, head_dim], sequence after sequence.
+        Raises: StalePlan if one of its sequences changed since; ValueError for wrong shapes and types.
+        """
+        with self._lock:
+            self._check_current(reservation.seq_ids, reservation.versions)
+            self.storage.write(layer, reservation.slots, keys, values)
+
+    def append(
+        self,
+        seq_ids: SeqId | Iterable[SeqId],
+        keys: np.ndarray,
+        values: np.ndarray,
+        num_tokens: int | Sequence[int] = 1,
+    ) -> Reservation:
+        """Extend and write all layers: keys and values are float [num_layers, num_tokens, num_kv_heads, head_dim].
+
+        Raises: as extend and write; nothing is changed.
+        """
+        ids, counts = as_ids(seq_ids), whole_numbers("num_tokens", num_tokens)
+        total = int(counts.sum() if counts.ndim else counts * len(ids))
+        encoded = self.storage.encode(keys, values, (self.storage.num_layers, total))
+        with self._lock:
+            reservation = self.extend(ids, num_tokens)
+            self.storage.put(slice(None), reservation.slots, encoded)
+            return reservation
+
+    def gather(self, layer: int, seq_id: SeqId) -> tuple[np.ndarray, np.ndarray]:
+        """Keys and values of one sequence in order: two float32 [length, num_kv_heads, head_dim]."""
+        with self._lock:
+            table = self.manager.block_tables([seq_id])[0]
+            positions = np.arange(self.manager.length(seq_id))
+            return self.storage.read(layer, slots_of(table, positions, self.block_size))
+
+    # Attention
+
+    def plan(
+        self,
+        seq_ids: SeqId | Iterable[SeqId],
+        num_queries: int | Sequence[int] = 1,
+        *,
+        window: int | None = None,
+    ) -> AttentionPlan:
+        """Plan the attention of one step, for all layers.
+
+        Args: num_queries: per sequence, or one for all: how many of its last positions are asked;
+            window: keys that a query sees, its own included.
+        Raises: KeyError for unknown sequences; ValueError where a visible block was left behind.
+        """
+        ids = as_ids(seq_ids)
+        with self._lock:
+            manager = self.manager
+            return AttentionPlan(
+                manager.block_tables(ids),
+                manager.lengths(ids),
+                manager.block_size,
+                num_queries,
+                window=window,
+                seq_ids=ids,
+                versions=manager.versions(ids),
+            )
+
+    def attend(
+        self,
+        layer: int,
+        query: np.ndarray,
+        plan: AttentionPlan,
+        *,
+        scale: float | None = None,
+        soft_cap: float | None = None,
+    ) -> np.ndarray:
+        """Attention of a step's queries over their sequences' pages of one layer.
+
+        Args: query: float [total_queries, num_q_heads, head_dim], sequence after sequence, each one's last
+            positions; scale: 1 / sqrt(head_dim) if None; soft_cap: c in c · tanh(score / c).
+        Returns: float32 [total_queries, num_q_heads, head_dim].
+        Raises: StalePlan if one of the sequences changed since it was planned; ValueError for wrong shapes.
+        Source: section 4.3.
+        """
+        self._check_current(plan.seq_ids, plan.versions)
+        out = plan.run(layer, query, self.storage, scale=scale, soft_cap=soft_cap)
+        self._check_current(
+            plan.seq_ids, plan.versions
+        )  # the lock was open: was a page pulled away meanwhile?
+        return out
+
+    def _check_current(self, seq_ids: tuple[SeqId, ...], versions: np.ndarray) -> None:
+        try:
+            current = self.versions(seq_ids)
+        except KeyError as error:
+            raise StalePlan(error.args[0]) from None
+        changed = np.flatnonzero(current != versions)
+        if changed.size:
+            raise StalePlan(f"sequence {seq_ids[changed[0]]!r} changed after this was planned")

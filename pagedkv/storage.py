@@ -1,0 +1,235 @@
+"""The page arrays: where keys and values really lie. Moves bytes, decides nothing."""
+
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike
+
+from .allocator import whole_number, whole_numbers
+
+
+class Field(NamedTuple):
+    """One array that holds keys or values, or a part of them."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]  # behind (…, num_kv_heads)
+    poison: float | int | None  # what marks a slot without a token; None leaves it as it is
+
+
+class Format:
+    """How vectors of head_dim numbers are kept: the one place that knows a storage type.
+
+    `fields` lists the arrays for keys or for values. A type whose vectors need a scale has two; copy,
+    poison, save and share loop over them.
+    """
+
+    def __init__(self, dtype: DTypeLike):
+        self.dtype = np.dtype(dtype)
+
+    def fields(self, name: str, head_dim: int) -> dict[str, Field]:
+        return {name: Field(self.dtype, (head_dim,), poison=np.nan)}
+
+    def encode(self, name: str, vectors: np.ndarray) -> dict[str, np.ndarray]:
+        """Arrays to store for float vectors [..., head_dim]; refuses what the type cannot hold."""
+        with np.errstate(over="ignore"):
+            stored = vectors.astype(self.dtype)
+        if self.dtype.itemsize < vectors.dtype.itemsize and (np.isinf(stored) & np.isfinite(vectors)).any():
+            worst = np.abs(vectors[np.isfinite(vectors)]).max()
+            raise ValueError(f"{name} holds {worst:g}: {self.dtype} ends at {np.finfo(self.dtype).max:g}")
+        return {name: stored}
+
+    def decode(self, name: str, stored: dict[str, np.ndarray]) -> np.ndarray:
+        """float32 vectors [..., head_dim] of what `encode` made."""
+        return stored[name].astype(np.float32, copy=False)
+
+
+FORMATS = {"float32": Format(np.float32), "float16": Format(np.float16)}
+
+
+class KVStorage:
+    """Pages of keys and values, token-major (the layout that flashinfer calls NHD).
+
+    Every array begins (num_layers, num_blocks, block_size, num_kv_heads); keys and values end (head_dim,).
+    Slot s is offset s % block_size of block s // block_size. With `poison`, slots that hold no token
+    hold NaN, so that a read of one is seen.
+    """
+
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        num_kv_heads: int,
+        head_dim: int,
+        dtype: DTypeLike = "float32",
+        *,
+        poison: bool = False,
+        buffer=None,
+    ):
+        self.num_layers = whole_number("num_layers", num_layers, minimum=1)
+        self.num_blocks = whole_number("num_blocks", num_blocks, minimum=1)
+        self.block_size = whole_number("block_size", block_size, minimum=1)
+        self.num_kv_heads = whole_number("num_kv_heads", num_kv_heads, minimum=1)
+        self.head_dim = whole_number("head_dim", head_dim, minimum=1)
+        self.dtype, self.format = _format(dtype)
+        self.poisoned = bool(poison)
+        self.fields = {
+            **self.format.fields("keys", self.head_dim),
+            **self.format.fields("values", self.head_dim),
+        }
+        self.arrays = self._arrays(buffer)
+        self._by_slot = {name: self._slot_view(a) for name, a in self.arrays.items()}
+        if self.poisoned:
+            self.poison(np.arange(self.num_blocks))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all pages together."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def write(self, layer: int, slots: ArrayLike, keys: np.ndarray, values: np.ndarray) -> None:
+        """Scatter new keys and values of one layer to their slots.
+
+        Args: layer: 0 … num_layers − 1; slots: whole numbers [n]; keys, values: float [n, num_kv_heads, head_dim].
+        Raises: ValueError for wrong shapes, types, slots, or numbers the dtype cannot hold; nothing is written.
+        """
+        layer, slots = self._layer(layer), self._slots(slots)
+        self.put(layer, slots, self.encode(keys, values, (len(slots),)))
+
+    def encode(self, keys: np.ndarray, values: np.ndarray, lead: tuple[int, ...]) -> dict[str, np.ndarray]:
+        """What will be stored for keys and values, float [*lead, num_kv_heads, head_dim], or ValueError."""
+        shape = (*lead, self.num_kv_heads, self.head_dim)
+        return {
+            **self.format.encode("keys", _floats("keys", keys, shape)),
+            **self.format.encode("values", _floats("values", values, shape)),
+        }
+
+    def put(self, layer: int | slice, slots: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
+        """Scatter what `encode` returned, to one layer or a slice of them."""
+        for name, stored in encoded.items():
+            self._by_slot[name][layer, slots] = stored
+
+    def read(self, layer: int, slots: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
+        """Gather keys and values of one layer from slots [n]: two float32 [n, num_kv_heads, head_dim]."""
+        layer, slots = self._layer(layer), self._slots(slots)
+        stored = {name: array[layer].take(slots, axis=0) for name, array in self._by_slot.items()}
+        return self.format.decode("keys", stored), self.format.decode("values", stored)
+
+    def copy_blocks(self, copies: ArrayLike, source: "KVStorage | None" = None) -> None:
+        """Copy the filled slots of blocks, all layers.
+
+        Args: copies: whole numbers [m, 3] (source block, destination block, filled slots), or [m, 2] for
+            whole blocks; source: the storage to read from, this one if None.
+        Raises: ValueError for unknown blocks or a source of another shape; nothing is copied.
+        Source: section 4.4, copy-on-write.
+        """
+        source = self if source is None else source
+        copies = self._copies(copies, source)
+        for origin, destination, filled in copies.tolist():
+            for name, array in self.arrays.items():
+                array[:, destination, :filled] = source.arrays[name][:, origin, :filled]
+
+    def check_source(self, source: "KVStorage") -> None:
+        """ValueError unless pages of `source` can be copied here."""
+        mine, theirs = (
+            {n: (a.dtype, a.shape[0], *a.shape[2:]) for n, a in s.arrays.items()} for s in (self, source)
+        )
+        if mine != theirs:
+            raise ValueError(f"pages of the source are {theirs}, expected {mine}")
+
+    def poison(self, blocks: ArrayLike, start: int = 0) -> None:
+        """Mark slots `start` … of blocks as holding no token, all layers."""
+        blocks = self._blocks(blocks)
+        for name, field in self.fields.items():
+            if field.poison is not None:
+                self.arrays[name][:, blocks, start:] = field.poison
+
+    def page(self, block: int) -> dict[str, np.ndarray]:
+        """A copy of one block: array name -> [num_layers, block_size, num_kv_heads, …]."""
+        block = self._blocks([block])[0]
+        return {name: array[:, block].copy() for name, array in self.arrays.items()}
+
+    def set_page(self, block: int, page: dict[str, np.ndarray]) -> None:
+        """Overwrite one block with what `page` returned. ValueError for other names, shapes or types."""
+        block = self._blocks([block])[0]
+        if set(page) != set(self.arrays):
+            raise ValueError(f"a page has the arrays {sorted(self.arrays)}, got {sorted(page)}")
+        for name, array in self.arrays.items():
+            want, given = array[:, block], np.asarray(page[name])
+            if given.shape != want.shape or given.dtype != want.dtype:
+                raise ValueError(
+                    f"{name} of a page is {want.dtype} {want.shape}, got {given.dtype} {given.shape}"
+                )
+        for name, array in self.arrays.items():
+            array[:, block] = page[name]
+
+    def _arrays(self, buffer) -> dict[str, np.ndarray]:
+        lead = (self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads)
+        shapes = {name: lead + field.shape for name, field in self.fields.items()}
+        if buffer is None:
+            return {name: np.zeros(shapes[name], field.dtype) for name, field in self.fields.items()}
+        sizes = {n: field.dtype.itemsize * int(np.prod(shapes[n])) for n, field in self.fields.items()}
+        memory = memoryview(buffer).cast("B")
+        need = sum(sizes.values())
+        if memory.nbytes < need or memory.readonly:
+            raise ValueError(f"buffer must be writable and hold {need} bytes, got {memory.nbytes}")
+        arrays, offset = {}, 0
+        for name, field in self.fields.items():
+            arrays[name] = np.ndarray(shapes[name], field.dtype, memory, offset)
+            offset += sizes[name]
+        return arrays
+
+    def _slot_view(self, array: np.ndarray) -> np.ndarray:
+        return array.reshape(self.num_layers, self.num_blocks * self.block_size, *array.shape[3:])
+
+    def _layer(self, layer: int) -> int:
+        if whole_number("layer", layer) >= self.num_layers:
+            raise ValueError(f"there is no layer {layer}: the storage has 0 … {self.num_layers - 1}")
+        return int(layer)
+
+    def _slots(self, slots: ArrayLike) -> np.ndarray:
+        return _inside("slot", slots, self.num_blocks * self.block_size)
+
+    def _blocks(self, blocks: ArrayLike) -> np.ndarray:
+        return _inside("block", blocks, self.num_blocks)
+
+    def _copies(self, copies: ArrayLike, source: "KVStorage") -> np.ndarray:
+        copies = whole_numbers("copies", copies)
+        if copies.size == 0:
+            return copies.reshape(0, 3)
+        if copies.ndim != 2 or copies.shape[1] not in (2, 3):
+            raise ValueError(f"copies must have shape (m, 2) or (m, 3), got {copies.shape}")
+        if copies.shape[1] == 2:
+            copies = np.column_stack([copies, np.full(len(copies), self.block_size)])
+        self.check_source(source)
+        source._blocks(copies[:, 0])
+        self._blocks(copies[:, 1])
+        _inside("filled slot count", copies[:, 2], self.block_size + 1)
+        return copies
+
+
+def _format(dtype: DTypeLike) -> tuple[str, Format]:
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = repr(dtype)
+    if name not in FORMATS:
+        raise ValueError(f"dtype must be one of {', '.join(FORMATS)}, got {dtype!r}")
+    return name, FORMATS[name]
+
+
+def _floats(name: str, given: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    array = np.asarray(given)
+    if array.shape != shape:
+        raise ValueError(f"{name} must have shape {shape}, got {array.shape}")
+    if array.dtype.kind != "f":
+        raise ValueError(f"{name} must be floating point, got {array.dtype}")
+    return array
+
+
+def _inside(name: str, numbers: ArrayLike, end: int) -> np.ndarray:
+    numbers = whole_numbers(f"{name}s", numbers).ravel()
+    outside = numbers[(numbers < 0) | (numbers >= end)]
+    if outside.size:
+        raise ValueError(f"there is no {name} {outside[0]}: it must be 0 … {end - 1}")
+    return numbers
