@@ -16,6 +16,7 @@ import argparse
 import base64
 import io
 import re
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -93,16 +94,21 @@ def execute(nb: Any, folder: Path, timeout: int = CELL_TIMEOUT) -> None:
         def get_kernel_spec(self, kernel_name: str) -> Any:
             return self.kernel_spec_class(resource_dir=ipykernel.RESOURCES, **ipykernel.get_kernel_dict())
 
-    manager = _jupyter("jupyter_client").AsyncKernelManager(kernel_spec_manager=ThisEnvironment())
+    class Manager(_jupyter("jupyter_client").AsyncKernelManager):
+        """One kernel, which the client shuts down when it is done."""
+
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**{**options, "kernel_spec_manager": ThisEnvironment()})
+
     nb.metadata.pop("widgets", None)
     nbclient.NotebookClient(
         nb,
-        km=manager,
+        kernel_manager_class=Manager,
         timeout=timeout,
         resources={"metadata": {"path": str(folder)}},
         record_timing=False,
         store_widget_state=False,
-    ).execute()
+    ).execute(stderr=subprocess.DEVNULL)  # the kernel's own log; what cells print on stderr is an output
 
 
 # ---- one fixed form ----------------------------------------------------------------------------------------
