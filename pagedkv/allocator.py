@@ -1,5 +1,6 @@
 """Block ids, their owners, and the queue of free ones. No keys or values live here."""
 
+import contextlib
 import operator
 import time
 import warnings
@@ -52,7 +53,8 @@ class Observed:
             try:
                 observer(event)
             except Exception as error:  # the call has succeeded; a broken viewer must not stop its copies
-                warnings.warn(f"observer {observer!r} failed on {kind!r}: {error!r}", RuntimeWarning, 3)
+                with contextlib.suppress(RuntimeWarning):  # nor may warnings that are made errors
+                    warnings.warn(f"observer {observer!r} failed on {kind!r}: {error!r}", RuntimeWarning, 3)
 
     def _refuse(self, started: float, requested: int, available: int, seq_ids=()) -> None:
         self._tell("refuse", started, seq_ids, requested=requested, available=available)

@@ -24,7 +24,7 @@ def slots_of(table: ArrayLike, positions: ArrayLike, block_size: int) -> np.ndar
     Raises: ValueError for a position that is no whole number or that the table does not reach.
     Source: section 4.3, logical and physical KV blocks.
     """
-    table = whole_numbers("block ids", table)
+    table, block_size = whole_numbers("block ids", table), whole_number("block_size", block_size, minimum=1)
     positions = whole_numbers("positions", positions)
     outside = positions[(positions < 0) | (positions >= len(table) * block_size)]
     if outside.size:
@@ -77,11 +77,7 @@ class BlockTables:
 
     def rows(self, seq_ids: Iterable[SeqId]) -> np.ndarray:
         """Row numbers of sequences: int64 [batch]. KeyError names one that is not registered."""
-        try:
-            return np.fromiter((self._row_of[s] for s in seq_ids), np.int64)
-        except (KeyError, TypeError):
-            unknown = next(s for s in seq_ids if not isinstance(s, SeqId) or s not in self._row_of)
-            raise KeyError(f"no sequence {unknown!r}: never added, or freed already") from None
+        return np.fromiter(map(self._row, seq_ids), np.int64)
 
     def length(self, rows: np.ndarray) -> np.ndarray:
         """Tokens per row: int64 [batch]."""
@@ -172,6 +168,12 @@ class BlockTables:
         self._entries[row, :entries] = NOTHING
         self._touch(row)
         return left[left != NOTHING]
+
+    def _row(self, seq_id: SeqId) -> int:
+        try:
+            return self._row_of[seq_id]
+        except (KeyError, TypeError):  # TypeError: an id that cannot even be hashed
+            raise KeyError(f"no sequence {seq_id!r}: never added, or freed already") from None
 
     def _touch(self, rows: np.ndarray | int) -> None:
         self._changes += 1

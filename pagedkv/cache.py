@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from .allocator import whole_numbers
-from .block_table import SeqId, as_ids, slots_of
+from .block_table import NOTHING, SeqId, as_ids, slots_of
 from .decode import AttentionPlan, StalePlan
 from .manager import BlockManager, Reservation, Snapshot
 from .storage import KVStorage
@@ -58,10 +58,11 @@ class PagedKVCache:
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.storage = KVStorage(*shape, dtype, poison=poison) if storage is None else storage
         self.manager = BlockManager(num_blocks, block_size, **manager_options) if manager is None else manager
-        pool = (self.manager.num_blocks, self.manager.block_size)
-        if pool != (self.storage.num_blocks, self.storage.block_size):
-            kept = (self.storage.num_blocks, self.storage.block_size)
-            raise ValueError(f"manager has (blocks, block_size) {pool}, storage {kept}")
+        pool, kept = ((p.num_blocks, p.block_size) for p in (self.manager, self.storage))
+        if not pool == kept == (num_blocks, block_size):
+            raise ValueError(
+                f"(num_blocks, block_size) is {num_blocks, block_size}, of manager {pool}, of storage {kept}"
+            )
         self._lock = threading.RLock()
 
     # Accounting
@@ -122,7 +123,8 @@ class PagedKVCache:
         """As BlockManager.restore, with the pages copied from the storage that the snapshot speaks of."""
         pages = source.storage if isinstance(source, PagedKVCache) else source
         with self._lock:
-            self.storage.check_source(pages)
+            indices = whole_numbers("indices", snapshot.indices)
+            self.storage.check_source(pages, indices[indices != NOTHING])
             pairs = self.manager.restore(snapshot)
             self.storage.copy_blocks(pairs, pages)
             return pairs
@@ -212,9 +214,7 @@ class PagedKVCache:
         """
         self._check_current(plan.seq_ids, plan.versions)
         out = plan.run(layer, query, self.storage, scale=scale, soft_cap=soft_cap)
-        self._check_current(
-            plan.seq_ids, plan.versions
-        )  # the lock was open: was a page pulled away meanwhile?
+        self._check_current(plan.seq_ids, plan.versions)  # was a page pulled away while the lock was open?
         return out
 
     def _check_current(self, seq_ids: tuple[SeqId, ...], versions: np.ndarray) -> None:

@@ -9,6 +9,8 @@ from numpy.typing import ArrayLike
 from .allocator import BlockAllocator, Observed, Observer, whole_number, whole_numbers
 from .block_table import NOTHING, BlockTables, SeqId, as_ids
 
+MAX_SLOTS = 2**31  # slot numbers are int32
+
 
 @dataclass(frozen=True)
 class Reservation:
@@ -65,13 +67,13 @@ class BlockManager(Observed):
         observers: Iterable[Observer] = (),
     ):
         super().__init__(observers)
-        self.allocator = BlockAllocator(num_blocks)
         self.tables = BlockTables(block_size, max_length=max_length)
-        self._next_id = 0
-        if self.num_blocks * self.block_size >= 2**31:
+        if whole_number("num_blocks", num_blocks, minimum=1) * self.block_size > MAX_SLOTS:
             raise ValueError(
                 f"{num_blocks} blocks of {block_size} exceed the 2**31 slots that int32 can number"
             )
+        self.allocator = BlockAllocator(num_blocks)
+        self._next_id = 0
 
     @property
     def num_blocks(self) -> int:
@@ -326,9 +328,9 @@ class BlockManager(Observed):
     def _plan_growth(self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int]) -> _Growth:
         ids, rows = self._rows(seq_ids, once=True)
         tokens = whole_numbers("num_tokens", num_tokens)
-        if tokens.shape not in ((), (len(ids),)) or (tokens < 0).any():
+        if tokens.shape not in ((), (len(ids),)) or ((tokens < 0) | (tokens >= MAX_SLOTS)).any():
             raise ValueError(
-                f"num_tokens must be one number or {len(ids)}, each at least 0, got {num_tokens!r}"
+                f"num_tokens must be one number or {len(ids)}, each of 0 … 2**31 − 1, got {num_tokens!r}"
             )
         tokens = np.broadcast_to(tokens, len(ids))
         after = self.tables.length(rows) + tokens
@@ -390,25 +392,40 @@ class BlockManager(Observed):
     def _checked_arrays(self, snapshot: Snapshot) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """indptr, indices and lengths of a snapshot as new int64 arrays, or ValueError."""
         if snapshot.block_size != self.block_size:
-            raise ValueError(f"the snapshot has blocks of {snapshot.block_size}, this pool {self.block_size}")
+            raise ValueError(
+                f"the snapshot has blocks of {snapshot.block_size!r}, this pool {self.block_size}"
+            )
         indptr = whole_numbers("indptr", snapshot.indptr)
         indices = whole_numbers("indices", snapshot.indices)
         lengths = whole_numbers("lengths", snapshot.lengths)
         batch = len(snapshot.seq_ids)
         if indptr.shape != (batch + 1,) or lengths.shape != (batch,):
             raise ValueError(f"{batch} sequences need {batch + 1} numbers in indptr and {batch} lengths")
+        if indices.ndim != 1:
+            raise ValueError(f"indices must be one row of block ids, got the shape {indices.shape}")
         if indptr[0] != 0 or indptr[-1] != len(indices) or (np.diff(indptr) < 0).any():
             raise ValueError(f"indptr must rise from 0 to {len(indices)}, got {indptr.tolist()}")
         for seq_id, start, stop, length in zip(snapshot.seq_ids, indptr, indptr[1:], lengths, strict=False):
+            table = indices[start:stop]
             if length < 0 or stop - start != -(-length // self.block_size):
                 raise ValueError(f"sequence {seq_id!r} has {stop - start} pages for {length} tokens")
-            blocks = indices[start:stop][indices[start:stop] != NOTHING]
-            if (blocks < 0).any() or len(set(blocks.tolist())) < len(blocks):
+            if self.tables.max_length is not None and length > self.tables.max_length:
                 raise ValueError(
-                    f"sequence {seq_id!r} has an impossible table {indices[start:stop].tolist()}"
+                    f"sequence {seq_id!r} has {length} tokens, max_length is {self.tables.max_length}"
                 )
+            if not _is_table(table, length // self.block_size):
+                raise ValueError(f"sequence {seq_id!r} has an impossible table {table.tolist()}")
         return indptr, indices, lengths
 
 
 def _joined(arrays: Sequence[ArrayLike]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
+
+
+def _is_table(entries: np.ndarray, full: int) -> bool:
+    """No block twice, and blocks left behind only in front and never the unfilled one."""
+    left = min(np.count_nonzero(entries == NOTHING), full)
+    blocks = entries[left:].tolist()
+    return (
+        (entries[:left] == NOTHING).all() and min(blocks, default=0) >= 0 and len(set(blocks)) == len(blocks)
+    )

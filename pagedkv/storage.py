@@ -129,13 +129,14 @@ class KVStorage:
             for name, array in self.arrays.items():
                 array[:, destination, :filled] = source.arrays[name][:, origin, :filled]
 
-    def check_source(self, source: "KVStorage") -> None:
-        """ValueError unless pages of `source` can be copied here."""
+    def check_source(self, source: "KVStorage", blocks: ArrayLike = ()) -> None:
+        """ValueError unless pages of `source`, and these blocks of it, can be copied here."""
         mine, theirs = (
             {n: (a.dtype, a.shape[0], *a.shape[2:]) for n, a in s.arrays.items()} for s in (self, source)
         )
         if mine != theirs:
             raise ValueError(f"pages of the source are {theirs}, expected {mine}")
+        source._blocks(blocks)
 
     def poison(self, blocks: ArrayLike, start: int = 0) -> None:
         """Mark slots `start` … of blocks as holding no token, all layers."""
@@ -169,7 +170,12 @@ class KVStorage:
         if buffer is None:
             return {name: np.zeros(shapes[name], field.dtype) for name, field in self.fields.items()}
         sizes = {n: field.dtype.itemsize * int(np.prod(shapes[n])) for n, field in self.fields.items()}
-        memory = memoryview(buffer).cast("B")
+        try:
+            memory = memoryview(buffer).cast("B")
+        except TypeError as error:
+            raise ValueError(
+                f"buffer must be contiguous memory, got {type(buffer).__name__}: {error}"
+            ) from None
         need = sum(sizes.values())
         if memory.nbytes < need or memory.readonly:
             raise ValueError(f"buffer must be writable and hold {need} bytes, got {memory.nbytes}")
@@ -201,8 +207,7 @@ class KVStorage:
             raise ValueError(f"copies must have shape (m, 2) or (m, 3), got {copies.shape}")
         if copies.shape[1] == 2:
             copies = np.column_stack([copies, np.full(len(copies), self.block_size)])
-        self.check_source(source)
-        source._blocks(copies[:, 0])
+        self.check_source(source, copies[:, 0])
         self._blocks(copies[:, 1])
         _inside("filled slot count", copies[:, 2], self.block_size + 1)
         return copies
