@@ -1,12 +1,12 @@
 """Attention, dense and over pages, written to be read. The fast kernel is in decode.py."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from .allocator import whole_number, whole_numbers
-from .block_table import NOTHING
 
 
 def softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -49,7 +49,7 @@ def visible(num_queries: int, length: int, window: int | None = None) -> np.ndar
     position = np.arange(length - num_queries, length)[:, None]  # [num_queries, 1]
     key = np.arange(length)  # [length]
     mask = key <= position  # [num_queries, length]
-    return mask if window is None else mask & (key > position - window)
+    return mask if window is None else mask & (key > position - min(window, length))  # more hides nothing
 
 
 def attend(
@@ -69,18 +69,18 @@ def attend(
     """
     n, heads, head_dim = query.shape
     length, kv_heads, value_dim = values.shape
-    q = query * query.dtype.type(scale)  # [n, heads, head_dim]
-    q = q.reshape(n, kv_heads, -1, head_dim)  # [n, kv_heads, group, head_dim]   a KV head serves a group
-    q = q.transpose(1, 2, 0, 3).reshape(kv_heads, -1, head_dim)  # [kv_heads, group · n, head_dim]
+    group = heads // kv_heads  # query heads that share a KV head; counted, as −1 fails where n or length is 0
+    q = (query * scale).reshape(n, kv_heads, group, head_dim)
+    q = q.transpose(1, 2, 0, 3).reshape(kv_heads, group * n, head_dim)
     scores = q @ keys.transpose(1, 2, 0)  # [kv_heads, group · n, length]
     if soft_cap is not None:
         scores = soft_cap * np.tanh(scores / soft_cap)
-    scores = scores.reshape(kv_heads, -1, n, length)  # [kv_heads, group, n, length]
-    weights, lse = softmax(np.where(mask, scores, -np.inf))  # a select: adding to NaN would keep it
-    out = weights.reshape(kv_heads, -1, length) @ values.transpose(
-        1, 0, 2
-    )  # [kv_heads, group · n, value_dim]
-    out = out.reshape(kv_heads, -1, n, value_dim).transpose(2, 0, 1, 3)  # [n, kv_heads, group, value_dim]
+    scores = scores.reshape(kv_heads, group, n, length)
+    scores = np.where(mask, scores, -np.inf)  # a select: adding to NaN would keep it
+    weights, lse = softmax(scores)  # [kv_heads, group, n, length], [kv_heads, group, n]
+    weights = weights.reshape(kv_heads, group * n, length)
+    out = weights @ values.transpose(1, 0, 2)  # [kv_heads, group · n, value_dim]
+    out = out.reshape(kv_heads, group, n, value_dim).transpose(2, 0, 1, 3)  # [n, kv_heads, group, value_dim]
     return out.reshape(n, heads, value_dim), lse.transpose(2, 0, 1).reshape(n, heads)
 
 
@@ -106,7 +106,7 @@ def dense_attention(
     """
     query, keys, values = (np.asarray(x, dtype) for x in (query, keys, values))
     check_shapes(query, keys.shape, values.shape)
-    scale = checked_scale(query, scale, window, soft_cap)
+    scale, soft_cap = checked_options(query, scale, window, soft_cap)
     out, lse = attend(query, keys, values, visible(len(query), len(keys), window), scale, soft_cap)
     return (out, lse) if return_lse else out
 
@@ -139,8 +139,8 @@ def paged_attention(
     Source: section 4.1, equation 4.
     """
     query, keys, values = np.asarray(query, np.float32), np.asarray(keys), np.asarray(values)
-    check_shapes(query, keys.shape[1:], values.shape[1:])
-    scale = checked_scale(query, scale, window, soft_cap)
+    check_shapes(query, keys.shape, values.shape, axes=4)
+    scale, soft_cap = checked_options(query, scale, window, soft_cap)
     num_blocks, block_size = keys.shape[:2]
     tables, lengths, counts = check_batch(block_tables, lengths, num_queries, block_size)
     check_rows(query, counts)
@@ -154,7 +154,7 @@ def paged_attention(
         for start in range(0, length, block_size):
             stop = min(start + block_size, length)  # the exact end: the last block may be part full
             if mask[:, start:stop].any():
-                block = check_block(tables[i, start // block_size], num_blocks, i, start)
+                block = check_block(tables[i, start // block_size], i, start, num_blocks)
                 K = keys[block, : stop - start].astype(np.float32)  # [filled, kv_heads, head_dim]
                 V = values[block, : stop - start].astype(np.float32)
                 part = attend(query[rows], K, V, mask[:, start:stop], scale, soft_cap)
@@ -166,35 +166,47 @@ def paged_attention(
 # What callers may say
 
 
-def check_shapes(query: np.ndarray, keys: tuple[int, ...], values: tuple[int, ...]) -> None:
-    """ValueError unless queries [n, heads, d] fit keys and values of shape [length, kv_heads, d]."""
-    if query.ndim != 3 or len(keys) != 3 or len(values) != 3:
+def check_shapes(query: np.ndarray, keys: tuple[int, ...], values: tuple[int, ...], axes: int = 3) -> None:
+    """ValueError unless queries [n, heads, d] fit keys and values of shape [..., kv_heads, d], so many axes."""
+    if query.ndim != 3 or len(keys) != axes or len(values) != axes:
         raise ValueError(
-            f"query, keys and values must be [tokens, heads, dim], got {query.shape}, {keys}, {values}"
+            f"query must have 3 axes, keys and values {axes}: got {query.shape}, {keys} and {values}"
         )
-    if keys[:2] != values[:2] or query.shape[2] != keys[2]:
+    if keys[:-1] != values[:-1] or query.shape[2] != keys[-1] or keys[-1] == 0:
         raise ValueError(f"query {query.shape}, keys {keys} and values {values} do not fit together")
-    if query.shape[1] == 0 or keys[1] == 0 or query.shape[1] % keys[1]:
-        raise ValueError(f"{query.shape[1]} query heads cannot be divided among {keys[1]} KV heads")
+    if query.shape[1] == 0 or keys[-2] == 0 or query.shape[1] % keys[-2]:
+        raise ValueError(f"{query.shape[1]} query heads cannot be divided among {keys[-2]} KV heads")
 
 
-def checked_scale(
+def checked_options(
     query: np.ndarray, scale: float | None, window: int | None, soft_cap: float | None
-) -> float:
-    """The scale to use, 1 / sqrt(head_dim) by default; ValueError for options out of range."""
+) -> tuple[float, float | None]:
+    """Scale (1 / sqrt(head_dim) by default) and soft cap in the query's type; ValueError where out of range."""
     if window is not None:
         whole_number("window", window, minimum=1)
-    if soft_cap is not None and not 0 < soft_cap < np.inf:
+    scale = checked_number("scale", query.shape[2] ** -0.5 if scale is None else scale, query.dtype)
+    if soft_cap is None:
+        return scale, None
+    cap = checked_number("soft_cap", soft_cap, query.dtype)
+    if cap <= 0:
         raise ValueError(f"soft_cap must be a positive number, got {soft_cap!r}")
-    if scale is not None and not np.isfinite(scale):
-        raise ValueError(f"scale must be a finite number, got {scale!r}")
-    return query.shape[2] ** -0.5 if scale is None else scale
+    return scale, cap
+
+
+def checked_number(name: str, value: float, dtype: np.dtype) -> float:
+    """The value in a floating-point type, so that it cannot widen what it multiplies; ValueError unless finite."""
+    with np.errstate(over="ignore"):
+        number = dtype.type(value) if isinstance(value, Real) else np.nan
+    if not np.isfinite(number):
+        raise ValueError(f"{name} must be a finite number, got {value!r}")
+    return number
 
 
 def check_batch(
     block_tables: ArrayLike, lengths: ArrayLike, num_queries: int | Sequence[int], block_size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Tables [batch, max_blocks], lengths [batch] and query counts [batch], or ValueError."""
+    whole_number("block_size", block_size, minimum=1)
     tables = whole_numbers("block tables", block_tables)
     lengths = whole_numbers("lengths", lengths)
     counts = whole_numbers("num_queries", num_queries)
@@ -218,10 +230,12 @@ def check_rows(query: np.ndarray, counts: np.ndarray) -> None:
         raise ValueError(f"query has {len(query)} rows, num_queries adds up to {counts.sum()}")
 
 
-def check_block(block: int, num_blocks: int, row: int, position: int) -> int:
-    """The block as an int; ValueError where a visible position has none."""
-    if block == NOTHING:
-        raise ValueError(f"row {row} has no block for position {position}: was it left behind by a window?")
-    if not 0 <= block < num_blocks:
+def check_block(block: int, row: int, position: int, num_blocks: float = np.inf) -> int:
+    """The block as an int; ValueError where a visible position has none, or one that the pool does not have."""
+    if block < 0:
+        raise ValueError(
+            f"row {row} has no block for position {position}, but {block}: was it left behind by a window?"
+        )
+    if block >= num_blocks:
         raise ValueError(f"row {row} names block {block}, the pool has 0 … {num_blocks - 1}")
     return int(block)

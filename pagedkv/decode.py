@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .attention import attend, check_batch, check_block, check_rows, check_shapes, checked_scale, visible
+from .allocator import whole_number
+from .attention import attend, check_batch, check_block, check_rows, check_shapes, checked_options, visible
 from .storage import KVStorage
 
 
@@ -38,18 +39,24 @@ class AttentionPlan:
         versions: np.ndarray | None = None,
     ):
         tables, lengths, counts = check_batch(block_tables, lengths, num_queries, block_size)
+        if window is not None:
+            whole_number("window", window, minimum=1)
         self.lengths, self.num_queries, self.window = lengths, counts, window
+        self.block_size = block_size
         self.seq_ids, self.versions = seq_ids, versions
         self.total_queries = int(counts.sum())
         self.slots: list[np.ndarray] = []  # per sequence: intp [visible keys]
         self.masks: list[np.ndarray] = []  # per sequence: bool [num_queries, visible keys]
+        self._highest = (0, 0, 0)  # block, row, position: the largest id, for a pool that is yet to be named
         for i, (length, n) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
             mask = visible(n, length, window)
             first = int(np.argmax(mask.any(axis=0))) if mask.any() else length
             positions = np.arange(first, length)
-            blocks = tables[i, positions // block_size]
-            for gap in np.flatnonzero(blocks < 0)[:1]:
-                check_block(blocks[gap], tables.max() + 1, i, positions[gap])
+            blocks = tables[i, positions // block_size]  # [visible keys]
+            if blocks.size:
+                gap, top = int(blocks.argmin()), int(blocks.argmax())
+                check_block(blocks[gap], i, positions[gap])
+                self._highest = max(self._highest, (int(blocks[top]), i, int(positions[top])))
             self.slots.append(blocks * block_size + positions % block_size)
             self.masks.append(mask[:, first:])
 
@@ -68,15 +75,19 @@ class AttentionPlan:
         Args: query: float [total_queries, num_q_heads, head_dim], sequence after sequence; storage: the pages;
             scale, soft_cap: as in dense_attention.
         Returns: float32 [total_queries, num_q_heads, head_dim]; with return_lse also [total_queries, num_q_heads].
-        Raises: ValueError for shapes that do not fit.
+        Raises: ValueError for shapes and options that do not fit, and for pages that the plan was not made for.
         """
         query = np.asarray(query)
         if query.dtype.kind != "f":
             raise ValueError(f"query must be floating point, got {query.dtype}")
         query = query.astype(np.float32, copy=False)
-        check_shapes(query, *[(len(query), storage.num_kv_heads, storage.head_dim)] * 2)
+        page = (storage.block_size, storage.num_kv_heads, storage.head_dim)
+        check_shapes(query, page, page)
         check_rows(query, self.num_queries)
-        scale = checked_scale(query, scale, self.window, soft_cap)
+        scale, soft_cap = checked_options(query, scale, self.window, soft_cap)
+        if storage.block_size != self.block_size:
+            raise ValueError(f"planned for blocks of {self.block_size}, the storage has {storage.block_size}")
+        check_block(*self._highest, storage.num_blocks)
         out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
         lse = np.full(query.shape[:2], -np.inf, np.float32)  # [total_queries, heads]
         first = 0
