@@ -121,7 +121,7 @@ def check(exercise: str, *, own: tuple[Any, ...] = (), wants: str = "function") 
                 return say(BROKEN, f"{type(error).__name__}: {error} ({where.name}, line {where.lineno})")
             return say(ACCEPTED, told or "")
 
-        run.exercise, run.wants = exercise, wants
+        run.exercise, run.wants, run.own = exercise, wants, own
         return run
 
     return decorate
