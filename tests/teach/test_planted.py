@@ -4,8 +4,8 @@ A file planted/lesson_NN.py holds
 
     BUGS = [(check, name, wrong function, class or value, phrase), …]      or with a fifth part, the verdict
 
-`check` is a name in pagedkv.teach.checks; `phrase` must stand in what the learner is shown; the verdict is WRONG unless
-the fifth part says otherwise. The solution is not planted: it is the one in the notebook, found by running the
+`check` is a name in pagedkv.teach.checks; `phrase` must stand in what the learner is shown; the verdict is WRONG
+unless the fifth part says otherwise. The solution is not planted: it is the one in the notebook, found by running the
 notebook and looking at what its check cells gave. `pytest -s -k table` prints check × bug → message.
 """
 
