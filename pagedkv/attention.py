@@ -13,14 +13,15 @@ def softmax(scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Weights over the last axis, and the natural log of the sum of exponentials.
 
     Args: scores: [..., keys]; −inf hides a key.
-    Returns: weights [..., keys], which sum to 1 or, where nothing is visible, to 0; log-sum-exp [...].
+    Returns: weights [..., keys], which sum to 1 or, where nothing is visible, to 0; log-sum-exp float64 [...],
+        because near 60,000 float32 has steps of 0.004, too coarse to merge with.
     """
     peak = scores.max(axis=-1, keepdims=True, initial=-np.inf)
     peak[np.isneginf(peak)] = 0  # nothing visible: exp(−inf − 0) is 0 without a warning
     weights = np.exp(scores - peak)  # [..., keys]  at most 1, so it cannot overflow
     total = weights.sum(axis=-1, keepdims=True)  # [..., 1]
     with np.errstate(divide="ignore"):
-        lse = np.log(total) + peak
+        lse = np.log(total, dtype=np.float64) + peak
     weights /= np.where(total > 0, total, 1)
     return weights, lse[..., 0]
 
@@ -31,7 +32,7 @@ def merge(
     """Attention over two sets of keys, from the attention over each.
 
     Args: out_a, out_b: [..., head_dim]; lse_a, lse_b: natural log-sum-exp of the scores [...].
-    Returns: out and lse over both sets; (0, −inf) stands for no keys at all.
+    Returns: out and lse over both sets, in float64 if lse is; (0, −inf) stands for no keys at all.
     Source: section 2.2 of Ye et al. 2024, "Cascade Inference".
     """
     lse = np.logaddexp(lse_a, lse_b)  # [...]
@@ -64,7 +65,7 @@ def attend(
 
     Args: query: [num_queries, num_q_heads, head_dim]; keys, values: [length, num_kv_heads, head_dim];
         mask: bool [num_queries, length]; scale: of the scores; soft_cap: c in c · tanh(score / c).
-    Returns: out [num_queries, num_q_heads, head_dim] and log-sum-exp [num_queries, num_q_heads].
+    Returns: out [num_queries, num_q_heads, head_dim] and log-sum-exp float64 [num_queries, num_q_heads].
     Source: section 2.1, equation 1; grouped queries: Ainslie et al. 2023, "GQA".
     """
     n, heads, head_dim = query.shape
@@ -100,7 +101,8 @@ def dense_attention(
     Args: query: [num_queries, num_q_heads, head_dim], the sequence's last positions; keys, values:
         [length, num_kv_heads, head_dim]; scale: 1 / sqrt(head_dim) if None; window: keys that a query sees,
         its own included; soft_cap: c in c · tanh(score / c); dtype: of the computation.
-    Returns: [num_queries, num_q_heads, head_dim]; with return_lse also the log-sum-exp [num_queries, num_q_heads].
+    Returns: [num_queries, num_q_heads, head_dim]; with return_lse also the log-sum-exp float64
+        [num_queries, num_q_heads].
     Raises: ValueError for shapes or options that do not fit.
     Source: section 2.1, equation 1.
     """
@@ -133,8 +135,8 @@ def paged_attention(
         keys, values: pages of one layer [num_blocks, block_size, num_kv_heads, head_dim]; block_tables: whole
         numbers [batch, max_blocks]; lengths: tokens [batch]; num_queries: per sequence, or one for all;
         scale, window, soft_cap: as in dense_attention.
-    Returns: float32 [total_queries, num_q_heads, head_dim]; with return_lse also [total_queries, num_q_heads].
-        A query that sees no key gives zeros and −inf.
+    Returns: float32 [total_queries, num_q_heads, head_dim]; with return_lse also the log-sum-exp float64
+        [total_queries, num_q_heads]. A query that sees no key gives zeros and −inf.
     Raises: ValueError for shapes, lengths and blocks that do not fit.
     Source: section 4.1, equation 4.
     """
@@ -146,7 +148,7 @@ def paged_attention(
     check_rows(query, counts)
 
     out = np.zeros((*query.shape[:2], values.shape[-1]), np.float32)  # [total_queries, heads, head_dim]
-    lse = np.full(query.shape[:2], -np.inf, np.float32)  # [total_queries, heads]
+    lse = np.full(query.shape[:2], -np.inf)  # [total_queries, heads]
     first = 0
     for i, (length, n) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
         rows = slice(first, first + n)

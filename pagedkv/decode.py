@@ -74,7 +74,8 @@ class AttentionPlan:
 
         Args: query: float [total_queries, num_q_heads, head_dim], sequence after sequence; storage: the pages;
             scale, soft_cap: as in dense_attention.
-        Returns: float32 [total_queries, num_q_heads, head_dim]; with return_lse also [total_queries, num_q_heads].
+        Returns: float32 [total_queries, num_q_heads, head_dim]; with return_lse also the log-sum-exp float64
+            [total_queries, num_q_heads].
         Raises: ValueError for shapes and options that do not fit, and for pages that the plan was not made for.
         """
         query = np.asarray(query)
@@ -89,7 +90,7 @@ class AttentionPlan:
             raise ValueError(f"planned for blocks of {self.block_size}, the storage has {storage.block_size}")
         check_block(*self._highest, storage.num_blocks)
         out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
-        lse = np.full(query.shape[:2], -np.inf, np.float32)  # [total_queries, heads]
+        lse = np.full(query.shape[:2], -np.inf)  # [total_queries, heads]
         first = 0
         for slots, mask in zip(self.slots, self.masks, strict=True):
             rows = slice(first, first + len(mask))
