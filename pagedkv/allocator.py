@@ -95,6 +95,16 @@ class BlockAllocator(Observed):
         self._owners = np.zeros(self.num_blocks, np.int32)  # [num_blocks]
         self._free = list(range(self.num_blocks))[::-1]  # the front of the queue is the end of the list
 
+    def __repr__(self) -> str:
+        from .teach import pages  # only here: a drawing needs what stands above the engine
+
+        return pages.drawn(self)
+
+    def _repr_html_(self) -> str | None:
+        from .teach import pages
+
+        return pages.drawn_html(self)
+
     @property
     def num_free(self) -> int:
         """Blocks that nobody owns."""

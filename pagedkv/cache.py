@@ -65,6 +65,16 @@ class PagedKVCache:
             )
         self._lock = threading.RLock()
 
+    def __repr__(self) -> str:
+        from .teach import pages  # only here: a drawing needs what stands above the engine
+
+        return pages.drawn(self)
+
+    def _repr_html_(self) -> str | None:
+        from .teach import pages
+
+        return pages.drawn_html(self)
+
     # Accounting
 
     add = _from_manager("add")

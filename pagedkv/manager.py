@@ -93,6 +93,16 @@ class BlockManager(Observed):
         """All registered sequences, oldest first."""
         return list(self.tables)
 
+    def __repr__(self) -> str:
+        from .teach import pages  # only here: a drawing needs what stands above the engine
+
+        return pages.drawn(self)
+
+    def _repr_html_(self) -> str | None:
+        from .teach import pages
+
+        return pages.drawn_html(self)
+
     # Reading
 
     def length(self, seq_id: SeqId) -> int:

@@ -11,6 +11,7 @@ reader's own lists before there is an engine.
 import html
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -23,10 +24,12 @@ from ..manager import BlockManager
 UNFILLED = "·"  # a slot that holds no token
 POISON = "✗"  # a slot that holds NaN
 FILLED = "▪"  # a slot that holds a token whose letter is not known
+MOST_OWNERS = 8  # names at one block
 MOST_BOXES = 64  # larger pools are summed up in numbers
 MOST_SEQUENCES = 20
 MOST_POSITIONS = 96
-SLOTS_A_ROW = 32  # a strip turns to a new row after so many slots
+BOXES_A_ROW = 8
+WIDEST_BLOCK = 8  # longer blocks are written in several lines, or as "11/16" where letters are not known
 
 # Okabe and Ito's palette, told apart with any kind of colour vision: background, foreground.
 PALETTE = (
@@ -138,10 +141,12 @@ class Box:
     @property
     def owner_text(self) -> str:
         """Who owns it: "abcd", "night,day", "×2" (names not known), "–" (free), "?" (lost: neither)."""
-        names = [str(name) for name in self.owners]
+        names = [str(name) for name in self.owners[:MOST_OWNERS]]
         text = ("" if all(len(n) == 1 and n.isalpha() for n in names) else ",").join(names)
         if not names and self.count:
             text = f"×{self.count}"
+        if len(self.owners) > MOST_OWNERS:
+            text += f"… ×{self.count}"
         return text + "–" * self.free or "?"
 
 
@@ -150,7 +155,7 @@ class Strip:
     """The pool as a row of boxes: id, letters, owners. A pool of more than 64 blocks is summed up."""
 
     num_blocks: int
-    block_size: int
+    block_size: int  # 0 if it is not known
     num_free: int
     boxes: tuple[Box, ...] = ()  # empty in a large pool
     caption: str | None = None
@@ -164,7 +169,7 @@ class Strip:
         sequences = "" if self.num_sequences is None else f", {_several(self.num_sequences, 'sequence')}"
         used = self.num_blocks - self.num_free
         return (
-            f"{_several(self.num_blocks, 'block')} of {self.block_size}: "
+            f"{_several(self.num_blocks, 'block')}{f' of {self.block_size}' if self.block_size else ''}: "
             f"{used} in use{shared}, {self.num_free} free{sequences}"
         )
 
@@ -176,7 +181,7 @@ class Strip:
     def __repr__(self) -> str:
         lines = [self.caption] if self.caption else []
         if not self.boxes:
-            return "\n".join([*lines, self.summary])
+            return self.caption or self.summary
         boxes = [
             " ".join(
                 filter(
@@ -185,7 +190,7 @@ class Strip:
             )
             for b in self.boxes
         ]
-        rows = [" | ".join(row) for row in _rows(boxes, self._boxes_a_row())]
+        rows = [" | ".join(row) for row in _rows(boxes, BOXES_A_ROW)]
         return "\n".join([*lines, *rows]) + f"   free {self.num_free}"
 
     def _repr_html_(self) -> str:
@@ -204,18 +209,15 @@ class Strip:
                 _row([_cell(str(number), _NUMBER) for number in numbers.values()]),
             )
         rows = []
-        for boxes in _rows(self.boxes, self._boxes_a_row()):
+        for boxes in _rows(self.boxes, BOXES_A_ROW):
             rows.append(_row([_head("block", "row"), *(_head(str(b.block), "col", _ID) for b in boxes)]))
-            if any(b.slots for b in boxes):
+            if self.block_size:
                 rows.append(_row([_head("letters", "row"), *map(_letters_cell, boxes)]))
             rows.append(_row([_head("owners", "row"), *map(_owners_cell, boxes)]))
             if any(b.note for b in boxes):
                 rows.append(_row([_head("now", "row"), *(_cell(html.escape(b.note), _NOTE) for b in boxes)]))
-        free = "" if not self.caption else f" <span style='{_QUIET}'>free {self.num_free}</span>"
+        free = "" if self.summary in caption else f" <span style='{_QUIET}'>free {self.num_free}</span>"
         return _table(html.escape(caption) + free, *rows, escaped=True)
-
-    def _boxes_a_row(self) -> int:
-        return max(1, SLOTS_A_ROW // min(self.block_size, 8))
 
 
 def strip(source, letters: Letters | None = None, *, caption: str | None = None) -> Strip:
@@ -273,6 +275,27 @@ def strip_of(
     return Strip(num_blocks, block_size, len(free_ids), boxes, caption, shared, len(tables))
 
 
+def drawn(source) -> str:
+    """What an engine's part prints as: its kind and its strip. Never fails, as it stands in error messages."""
+    kind = type(source).__name__
+    try:
+        with getattr(source, "_lock", nullcontext()):
+            drawing = strip(source)
+        return f"{kind}, {replace(drawing, caption=drawing.summary)}"
+    except Exception:  # half built, or half way through a change in another thread
+        return f"<{kind}>"
+
+
+def drawn_html(source) -> str | None:
+    """`drawn` as HTML, or None (a notebook then shows the text)."""
+    try:
+        with getattr(source, "_lock", nullcontext()):
+            drawing = strip(source)
+        return replace(drawing, caption=f"{type(source).__name__}, {drawing.summary}")._repr_html_()
+    except Exception:
+        return None
+
+
 def _letters_of(tables: dict, texts: dict, num_blocks: int, block_size: int) -> Letters:
     letters = Letters(num_blocks, block_size)
     for name, text in texts.items():
@@ -303,7 +326,7 @@ def _allocator_strip(allocator: BlockAllocator, caption: str | None) -> Strip:
     counts = allocator.ref_counts.tolist()
     boxes = tuple(Box(b, "", count=c, free=c == 0) for b, c in enumerate(counts))
     boxes = boxes if len(boxes) <= MOST_BOXES else ()
-    return Strip(len(counts), 1, allocator.num_free, boxes, caption, sum(c > 1 for c in counts))
+    return Strip(len(counts), 0, allocator.num_free, boxes, caption, sum(c > 1 for c in counts))
 
 
 def _boxes(tables, num_blocks, block_size, letters, free, poisoned) -> tuple[Box, ...]:
@@ -323,6 +346,8 @@ def _boxes(tables, num_blocks, block_size, letters, free, poisoned) -> tuple[Box
 def _box(block, owners, filled, block_size, letters, free, poisoned) -> Box:
     if letters is None:
         slots = FILLED * filled + UNFILLED * (block_size - filled)
+        if block_size > WIDEST_BLOCK:
+            slots = f"{filled}/{block_size}" if owners else UNFILLED
     else:
         slots = shown(letters.block(block))
         poisoned = set(slots) == {POISON}
@@ -372,9 +397,9 @@ class Tables:
         widest = max((len(blocks) for _, blocks, _, _ in self.rows), default=0)
         texts = any(text for *_, text in self.rows)
         head = [_head("logical block", "col"), *(_head(str(i), "col", _ID) for i in range(widest))]
-        rows = [_row([*head, _head("tokens", "col"), *([_head("text", "col")] * texts)])]
+        rows = [_row([*head, _head("tokens", "col"), *([_head("text", "col", _TEXT)] * texts)])]
         for name, blocks, length, text in self.rows:
-            cells = [_head(_chip(name), "row", escaped=True)]
+            cells = [_head(_chip(name), "row", _NUMBER, escaped=True)]
             cells += [_cell(_physical(b), _coloured(name)) for b in blocks]
             cells += [_cell("", _PLAIN)] * (widest - len(blocks))
             cells += [_cell(str(length), _NUMBER)]
@@ -637,7 +662,7 @@ class History:
 
     def _repr_html_(self) -> str:
         head = ("step", "what", "new blocks", "copied", "freed", "free now")
-        rows = [_row([_head(name, "col") for name in head])]
+        rows = [_row([_head(name, "col", _TEXT if name == "what" else None) for name in head])]
         for i, frame in enumerate(self.frames):
             what, *others = frame.cells
             cells = [_head(str(i), "row"), _cell(html.escape(what), _TEXT)]
@@ -658,9 +683,10 @@ _SMALL = _PLAIN + "font-size:12px;padding:0px 6px;"
 _NOTE = _PLAIN + "font-size:12px;font-style:italic;"
 _UNDER = _SMALL + "border-top:2px solid;font-weight:bold;"
 _ROW_NAME = _PLAIN + "text-align:right;font-weight:normal;font-size:12px;opacity:0.75;"
-_LETTERS = _BASE + _MONO + "font-size:15px;min-width:56px;"
+_LETTERS = _BASE + _MONO + "font-size:15px;min-width:72px;"
 _QUIET = "font-weight:normal;opacity:0.75;margin-left:12px;"
-_SHARED = "background-color:#ffffff;color:#000;border:2px solid #444444;"
+_SHARED = "background-color:#e4e4e4;color:#000;border:2px solid #444444;"
+_LOST = "background-color:transparent;border:3px double #d55e00;"
 _FREE = "background-color:transparent;border:2px dashed #888888;"
 
 
@@ -674,8 +700,8 @@ def _letters_cell(box: Box) -> str:
         background, foreground = colours(box.owners[0])
         style = f"background-color:{background};color:{foreground};border:2px solid #444444;"
     else:
-        style = _FREE if box.free else _SHARED
-    lines = ["".join(part) for part in _rows(box.slots, 8)]
+        style = _FREE if box.free else _SHARED if box.count else _LOST
+    lines = ["".join(part) for part in _rows(box.slots, WIDEST_BLOCK)]
     content = "<br>".join(html.escape(line) for line in lines)
     if box.free and box.poisoned:
         content = "NaN"
@@ -685,16 +711,18 @@ def _letters_cell(box: Box) -> str:
 
 
 def _owners_cell(box: Box) -> str:
-    if not box.owners:
-        return _cell("free" if box.free else html.escape(box.owner_text), _SMALL)
-    chips = "".join(_chip(name) for name in box.owners)
-    many = f" ×{box.count}" if box.count > 1 else ""
+    if box.slots and not box.owners:
+        return _cell("free" if box.free else "? lost", _SMALL)
+    if not box.owners:  # an allocator's: neither letters nor names
+        return _cell("free" if box.free else box.owner_text, _LETTERS + (_FREE if box.free else _SHARED))
+    chips = "".join(_chip(name) for name in box.owners[:MOST_OWNERS])
+    many = f"{'…' * (len(box.owners) > MOST_OWNERS)} ×{box.count}" if box.count > 1 else ""
     return _cell(chips + many + " and free!" * box.free, _SMALL)
 
 
 def _chip(name: SeqId) -> str:
     background, foreground = colours(name)
-    style = f"background-color:{background};color:{foreground};padding:0px 5px;font-weight:bold;"
+    style = f"background-color:{background};color:{foreground};padding:0px 4px;font-weight:bold;"
     return f'<span style="{style}">{html.escape(str(name))}</span>'
 
 
@@ -714,7 +742,9 @@ def _row(cells: Iterable[str]) -> str:
 
 def _table(caption: str, *rows: str, escaped: bool = False) -> str:
     style = "border-collapse:separate;border-spacing:4px 1px;border:none;margin:4px 0px;font-size:13px;"
-    head = "caption-side:top;text-align:left;font-weight:bold;padding:2px 6px;color:inherit;"
+    head = (
+        "caption-side:top;text-align:left;white-space:nowrap;font-weight:bold;padding:2px 6px;color:inherit;"
+    )
     caption = caption if escaped else html.escape(caption)
     return f'<table style="{style}"><caption style="{head}">{caption}</caption>{"".join(rows)}</table>'
 

@@ -111,7 +111,7 @@ class TextPool:
         return repr(self.strip())
 
     def _repr_html_(self) -> str:
-        return self.strip("The pool now")._repr_html_()
+        return self.strip(caption="The pool now")._repr_html_()
 
     def _poisoned(self, freed: np.ndarray) -> np.ndarray:
         if self.letters.poisoned:
