@@ -29,7 +29,7 @@ OUTPUT = (2, 6, 15, 36, 67, 105, 176, 245, 309, 353, 393, 431, 471, 513, 555, 59
           1003, 1014, 1024)  # tokens of the first answers
 # fmt: on
 
-SHORTEST_MAXIMUM = 64  # tokens; about one request in thirty is as short
+SHORTEST_MAXIMUM = 64  # tokens; about one request in forty is as short
 
 
 def draw(n: int, seed: int, *, maximum: int | None = None) -> tuple[np.ndarray, np.ndarray]:

@@ -1,3 +1,4 @@
 """One check per exercise: `checks.kv_bytes_per_token(mine)` says what is right, what is not, and what to ask."""
 
+from .lesson_01 import fits, kv_bytes_per_token, waste  # noqa: F401
 from .lesson_02 import allocator, allocator_test, broken, free_list, release  # noqa: F401
