@@ -1,0 +1,130 @@
+"""The allocator alone: ids, owners and the queue of free blocks."""
+
+import pytest
+from pools import check_invariants, refused
+
+from pagedkv import BlockAllocator, PoolExhausted
+
+
+def test_the_queue_begins_in_ascending_order():
+    assert BlockAllocator(4).queue() == [0, 1, 2, 3]
+
+
+def test_four_allocations_a_refusal_and_four_releases():
+    allocator = BlockAllocator(4)
+    for free in (3, 2, 1, 0):
+        allocator.allocate()
+        assert allocator.num_free == free
+    with refused(allocator) as caught:
+        allocator.allocate()
+    assert (caught.value.requested, caught.value.available) == (1, 0)
+    assert str(caught.value) == "requested 1, free 0"
+    for block, free in zip(range(4), (1, 2, 3, 4), strict=True):
+        allocator.release([block])
+        assert allocator.num_free == free
+        with refused(allocator, ValueError, f"block {block} has 0 owners, cannot release 1"):
+            allocator.release([block])
+
+
+def test_allocation_is_all_or_nothing():
+    allocator = BlockAllocator(4)
+    allocator.allocate(3)
+    with refused(allocator):
+        allocator.allocate(2)
+    assert allocator.allocate(1).tolist() == [3]
+
+
+def test_nothing_can_be_allocated_shared_and_released():
+    allocator = BlockAllocator(1)
+    assert allocator.allocate(0).tolist() == []
+    allocator.share([])
+    assert allocator.release([]).tolist() == []
+    check_invariants(allocator)
+
+
+def test_blocks_released_tail_first_are_handed_out_tail_first():
+    allocator = BlockAllocator(5)
+    allocator.allocate(4)
+    assert allocator.release([3, 2, 1]).tolist() == [3, 2, 1]
+    assert allocator.allocate(3).tolist() == [3, 2, 1]
+
+
+@pytest.mark.parametrize(
+    "owners, named, freed, left",
+    [
+        (1, [0], [0], 0),
+        (2, [0], [], 1),
+        (2, [0, 0], [0], 0),
+        (3, [0, 0], [], 1),
+    ],
+)
+def test_an_id_named_twice_counts_twice(owners, named, freed, left):
+    allocator = BlockAllocator(2)
+    allocator.allocate()
+    allocator.share([0] * (owners - 1))
+    assert allocator.ref_count(0) == owners
+    assert allocator.release(named).tolist() == freed
+    assert allocator.ref_count(0) == left
+    check_invariants(allocator)
+
+
+def test_a_block_is_freed_by_its_last_release():
+    """[0, 1, 0] frees 1 before 0, since 0 had two owners."""
+    allocator = BlockAllocator(2)
+    allocator.share(allocator.allocate(2)[:1])
+    assert allocator.release([0, 1, 0]).tolist() == [1, 0]
+    assert allocator.queue() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    "blocks", [[0, 1], [1, 1], [0, 0, 0, 2], [0, 3], [-1], [4], [0.0], ["0"], [True], [None]]
+)
+@pytest.mark.parametrize("method", ["share", "release"])
+def test_one_bad_id_spoils_the_whole_call(method, blocks):
+    allocator = BlockAllocator(4)
+    allocator.allocate(1)
+    allocator.share([0])
+    with refused(allocator, ValueError):
+        getattr(allocator, method)(blocks)
+
+
+@pytest.mark.parametrize("block", [-1, 4, 1.0, "1", True])
+def test_the_owners_of_no_block_cannot_be_asked(block):
+    with pytest.raises(ValueError, match=str(block)):
+        BlockAllocator(4).ref_count(block)
+
+
+@pytest.mark.parametrize("number", [0, -1, 2.5, "4", True, None])
+def test_a_pool_needs_a_whole_number_of_blocks(number):
+    with pytest.raises(ValueError, match=f"num_blocks must be a whole number of at least 1, got {number!r}"):
+        BlockAllocator(number)
+
+
+@pytest.mark.parametrize("number", [-1, 2.5, "4", True, None])
+def test_only_a_whole_number_can_be_allocated(number):
+    allocator = BlockAllocator(4)
+    with refused(allocator, ValueError, f"got {number!r}"):
+        allocator.allocate(number)
+
+
+def test_counts_cannot_be_changed_from_outside():
+    allocator = BlockAllocator(2)
+    with pytest.raises(ValueError, match="read-only"):
+        allocator.ref_counts[0] = 1
+
+
+def test_every_call_is_one_event_with_its_blocks():
+    events = []
+    allocator = BlockAllocator(3, observers=[events.append])
+    allocator.allocate(2)
+    allocator.share([0])
+    allocator.release([1, 0])
+    with pytest.raises(PoolExhausted):
+        allocator.allocate(3)
+    told = [(e.kind, {role: ids.tolist() for role, ids in e.blocks.items()}, e.counts) for e in events]
+    assert told == [
+        ("allocate", {"new": [0, 1]}, {"free": 1}),
+        ("share", {"shared": [0]}, {}),
+        ("release", {"released": [1, 0], "freed": [1]}, {"free": 2}),
+        ("refuse", {}, {"requested": 3, "available": 2}),
+    ]
