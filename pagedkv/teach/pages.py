@@ -94,8 +94,11 @@ class Letters:
 
     def copy_blocks(self, copies: ArrayLike) -> None:
         """Copy blocks: whole numbers [m, 3] of source, destination, filled slots; [m, 2] copies whole blocks."""
-        copies = whole_numbers("copies", copies).reshape(-1, np.shape(copies)[-1] or 3)
-        self._inside("block", copies[:, :2], self.num_blocks)
+        copies = whole_numbers("copies", copies)
+        if copies.size and (copies.ndim != 2 or copies.shape[1] not in (2, 3)):
+            raise ValueError(f"copies must have shape (m, 2) or (m, 3), got {copies.shape}")
+        self._inside("block", copies[:, :2] if copies.size else [], self.num_blocks)
+        self._inside("filled slot count", copies[:, 2:] if copies.size else [], self.block_size + 1)
         for source, destination, *filled in copies.tolist():
             stop = filled[0] if filled else self.block_size
             self._letters[destination, :stop] = self._letters[source, :stop]

@@ -32,6 +32,8 @@ class TextPool:
 
     It shows itself as the strip. Every call is one of the manager's, with the letters moved as it says.
     A refused call raises PoolExhausted and leaves tables, letters and free blocks as they were.
+    Leaving sequences release their last block first, as in every BlockManager: night frees 2, 1, 0, and the
+    next block taken is 2. (Lessons 02 and 03 call `release([0, 1, 2])` on an allocator: the next is 0.)
 
     Args: poison: mark the slots of freed blocks, which otherwise keep their letters.
     """
