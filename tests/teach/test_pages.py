@@ -68,14 +68,9 @@ def a_cache(**options):
 
 def test_the_strip_in_text():
     assert repr(story.four_answers()) == FOUR
-    assert (
-        repr(
-            pages.strip_of(
-                dict.fromkeys("abcd", [0, 1, 2]), {"a": story.NIGHT}, lengths=dict.fromkeys("abcd", 10)
-            )
-        )
-        == FOUR
-    )
+    tables = {name: [0, 1, 2] for name in "abcd"}
+    lengths = dict.fromkeys("abcd", 10)
+    assert repr(pages.strip_of(tables, {"a": story.NIGHT}, lengths=lengths)) == FOUR
 
 
 def test_the_strip_in_html():
@@ -136,8 +131,8 @@ def test_a_stale_letter_behind_the_end_is_not_drawn():
     pool = story.three_requests()
     pool.free("night")
     pool.append({"morrow": ", "})
-    assert repr(pool).startswith("0 ␣··· morrow |")
-    assert pool.letters.block(0) == " ood"
+    assert " | 2 ␣··· morrow | " in repr(pool)
+    assert pool.letters.block(2) == " t··"  # night's t is still there
 
 
 def test_a_lost_block_and_one_that_is_used_and_free():
@@ -270,7 +265,7 @@ def test_many_sequences_are_cut_short():
 
 
 def test_a_sequence_in_text():
-    table_, text, letters = story.morrow_goes_on()
+    table_, text, _ = story.morrow_goes_on()
     view = pages.sequence_of(table_, text, name="morrow")
     assert repr(view).splitlines() == [
         "morrow: 13 tokens, block table [5, 6, 7, 0]",
