@@ -57,12 +57,9 @@ def cached(sequences, block_size, rng, spare=3, **options):
     num_blocks = sum(-(-len(keys) // block_size) for keys, _ in sequences) + spare
     cache = shuffled_cache(num_blocks, block_size, *sequences[0][0].shape[1:], rng, **options)
     ids = [cache.add() for _ in sequences]
-    fed = 0
-    while any(
-        fed < len(keys) for keys, _ in sequences
-    ):  # a few tokens each in turn, so that blocks interleave
-        for seq_id, (keys, values) in zip(ids, sequences, strict=True):
-            part = slice(fed, fed + block_size)
-            cache.append(seq_id, keys[None, part], values[None, part], len(keys[part]))
-        fed += block_size
+    for start in range(0, max(len(keys) for keys, _ in sequences), block_size):  # in turn: blocks interleave
+        part = slice(start, start + block_size)
+        new = [(keys[part], values[part]) for keys, values in sequences]
+        keys, values = (np.concatenate(arrays)[None] for arrays in zip(*new, strict=True))
+        cache.append(ids, keys, values, [len(keys) for keys, _ in new])
     return cache, ids

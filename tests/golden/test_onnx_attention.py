@@ -91,11 +91,11 @@ def test_the_dense_reference_computes_every_recorded_row(batches, rng):
     assert sum(check(batch, through_dense, None, rng) for batch in batches) == 322
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_pages_compute_every_recorded_row(batches, rng, block_size):
     assert sum(check(batch, through_pages, block_size, rng) for batch in batches) == 322
 
 
-@pytest.mark.parametrize("block_size", [1, 2, 3, 4, 16])
+@pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_the_cache_computes_every_recorded_row(batches, rng, block_size):
     assert sum(check(batch, through_the_cache, block_size, rng) for batch in batches) == 322
