@@ -1,0 +1,186 @@
+"""A Llama decoder in NumPy, on one page: what it computes, and what it puts into the paged cache.
+
+Touvron et al. 2023, "LLaMA", section 2.2: RMSNorm before each part, rotary positions, SwiGLU. In the shapes, n is the
+number of tokens of all sequences in this step, one after the other; nothing is padded.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NamedTuple, Self
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..attention import dense_attention
+from ..block_table import SeqId, as_ids
+from ..cache import PagedKVCache
+from .tokenizer import CharacterTokenizer
+from .weights import SHIPPED, Config, layer_shapes, read_weights
+
+Attend = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
+
+
+class Layer(NamedTuple):
+    """One layer's weights; matrices stand as [out, in], so that x goes through one as x @ matrix.T."""
+
+    attention_norm: np.ndarray  # [width]
+    query: np.ndarray  # [num_q_heads * head_dim, width]
+    key: np.ndarray  # [num_kv_heads * head_dim, width]
+    value: np.ndarray  # [num_kv_heads * head_dim, width]
+    output: np.ndarray  # [width, num_q_heads * head_dim]
+    mlp_norm: np.ndarray  # [width]
+    gate: np.ndarray  # [hidden, width]
+    up: np.ndarray  # [hidden, width]
+    down: np.ndarray  # [width, hidden]
+
+
+class Llama:
+    """The decoder. `forward` remembers keys and values in a paged cache, `forward_full` remembers nothing.
+
+    Args: config: the shape; vocabulary: the characters that tokens stand for; weights: float32 arrays by name.
+    """
+
+    def __init__(self, config: Config, vocabulary: str, weights: dict[str, np.ndarray]):
+        self.config = config
+        self.tokenizer = CharacterTokenizer(vocabulary)
+        self.embedding = weights["model.embed_tokens.weight"]  # [vocabulary, width]
+        self.final_norm = weights["model.norm.weight"]  # [width]
+        self.layers = [
+            Layer(*(weights[f"model.layers.{i}.{name}.weight"] for name in layer_shapes(config)))
+            for i in range(config.num_layers)
+        ]
+        self.cos, self.sin = rotations(config)  # [context, head_dim] each
+
+    @classmethod
+    def load(cls, path: str | Path = SHIPPED) -> Self:
+        """The model in a weights file; without a path, the one that ships with the package.
+
+        Raises: WeightsError (a ValueError) if the file is missing or damaged.
+        """
+        return cls(*read_weights(Path(path)))
+
+    def new_cache(self, num_blocks: int, block_size: int, **options) -> PagedKVCache:
+        """An empty paged cache of this model's shape; options as in PagedKVCache."""
+        c = self.config
+        options = {"num_layers": c.num_layers, "max_length": c.context} | options
+        return PagedKVCache(num_blocks, block_size, c.num_kv_heads, c.head_dim, **options)
+
+    # The computation
+
+    def forward(
+        self, cache: PagedKVCache, seq_ids: SeqId | Iterable[SeqId], tokens: Sequence[ArrayLike]
+    ) -> np.ndarray:
+        """Run each sequence's next tokens: whole prompts, chunks of prompts and single tokens, all in one batch.
+
+        Args: seq_ids: registered sequences; tokens: per sequence its next tokens, whole numbers [count].
+        Returns: logits of every token, float32 [n, vocabulary], sequence after sequence.
+        Raises: ValueError for tokens outside the vocabulary or a sequence longer than the context, PoolExhausted if
+            the pool cannot hold them; nothing is changed.
+        """
+        ids, chunks, counts = self._checked(cache, seq_ids, tokens)
+        reservation = cache.extend(ids, counts)
+        plan = cache.plan(ids, counts)
+
+        def attend(layer, q, k, v):
+            cache.write(layer, reservation, k, v)
+            return cache.attend(layer, q, plan)  # [n, q_heads, head_dim]
+
+        first = np.repeat(reservation.start - np.cumsum(counts) + counts, counts)  # [n]
+        return self.decode(np.concatenate(chunks), first + np.arange(len(first)), attend)
+
+    def next_logits(
+        self, cache: PagedKVCache, seq_ids: SeqId | Iterable[SeqId], tokens: Sequence[ArrayLike]
+    ) -> np.ndarray:
+        """As forward, but of each sequence's last token only: float32 [batch, vocabulary]."""
+        logits = self.forward(cache, seq_ids, tokens)  # [n, vocabulary]
+        return logits[np.cumsum([len(chunk) for chunk in tokens]) - 1]  # [batch, vocabulary]
+
+    def forward_full(self, tokens: ArrayLike) -> np.ndarray:
+        """Run one sequence from its beginning, without any cache: logits, float32 [len(tokens), vocabulary]."""
+        tokens = self._tokens(tokens)  # [n]
+
+        def attend(layer, q, k, v):
+            return dense_attention(q, k, v, dtype=np.float32)  # [n, q_heads, head_dim]
+
+        return self.decode(tokens, np.arange(len(tokens)), attend)
+
+    def decode(self, tokens: np.ndarray, positions: np.ndarray, attend: Attend) -> np.ndarray:
+        """The network itself; who remembers what is the business of `attend`.
+
+        Args: tokens, positions: whole numbers [n]; attend: called once a layer with its number, queries
+            [n, num_q_heads, head_dim], new keys and values [n, num_kv_heads, head_dim]; returns what queries find.
+        Returns: logits, float32 [n, vocabulary].
+        """
+        eps = self.config.norm_eps
+        cos, sin = self.cos[positions, None], self.sin[positions, None]  # [n, 1, head_dim]
+        x = self.embedding[tokens]  # [n, width]
+        for i, layer in enumerate(self.layers):
+            h = rms_norm(x, layer.attention_norm, eps)  # [n, width]
+            q = rotate(self._heads(h @ layer.query.T), cos, sin)  # [n, q_heads, head_dim]
+            k = rotate(self._heads(h @ layer.key.T), cos, sin)  # [n, kv_heads, head_dim]
+            v = self._heads(h @ layer.value.T)  # [n, kv_heads, head_dim]
+            found = attend(i, q, k, v)  # [n, q_heads, head_dim]
+            x = x + found.reshape(len(x), -1) @ layer.output.T  # [n, width]
+            h = rms_norm(x, layer.mlp_norm, eps)  # [n, width]
+            h = silu(h @ layer.gate.T) * (h @ layer.up.T)  # [n, hidden]
+            x = x + h @ layer.down.T  # [n, width]
+        return rms_norm(x, self.final_norm, eps) @ self.embedding.T  # [n, vocabulary]
+
+    def _heads(self, x: np.ndarray) -> np.ndarray:  # [n, heads * head_dim]
+        return x.reshape(len(x), -1, self.config.head_dim)  # [n, heads, head_dim]
+
+    # What callers may say
+
+    def _checked(self, cache, seq_ids, tokens) -> tuple[tuple[SeqId, ...], list[np.ndarray], np.ndarray]:
+        """Ids, tokens and counts of a step, or a ValueError before anything has changed."""
+        ids, chunks = as_ids(seq_ids), [self._tokens(chunk) for chunk in tokens]
+        if len(chunks) != len(ids) or not ids:
+            raise ValueError(f"each sequence needs its tokens: {len(ids)} sequences, {len(chunks)} arrays")
+        wanted = (self.config.num_layers, self.config.num_kv_heads, self.config.head_dim)
+        pages = (cache.storage.num_layers, cache.storage.num_kv_heads, cache.storage.head_dim)
+        if pages != wanted:
+            raise ValueError(f"the cache has (layers, kv_heads, head_dim) {pages}, the model needs {wanted}")
+        counts = np.array([len(chunk) for chunk in chunks])  # [batch]
+        after = cache.lengths(ids) + counts
+        for i in np.flatnonzero(after > self.config.context)[:1]:
+            limit = self.config.context
+            raise ValueError(
+                f"sequence {ids[i]!r} would hold {after[i]} tokens; the model's context is {limit}"
+            )
+        return ids, chunks, counts
+
+    def _tokens(self, tokens: ArrayLike) -> np.ndarray:
+        tokens = np.asarray(tokens)
+        if tokens.ndim != 1 or not tokens.size or tokens.dtype.kind not in "iu":
+            raise ValueError(f"tokens must be whole numbers [count], at least one; got {tokens!r}")
+        for token in tokens[(tokens < 0) | (tokens >= self.config.vocabulary_size)][:1]:
+            raise ValueError(f"{token} is no token: they go from 0 to {self.config.vocabulary_size - 1}")
+        if len(tokens) > self.config.context:
+            raise ValueError(f"{len(tokens)} tokens; the model's context is {self.config.context}")
+        return tokens
+
+
+def rotations(config: Config) -> tuple[np.ndarray, np.ndarray]:
+    """Cosine and sine of every position's angles: float32 [context, head_dim] each (Su et al. 2021, "RoFormer")."""
+    pair = np.arange(0, config.head_dim, 2) / config.head_dim  # [head_dim / 2]
+    angles = np.outer(np.arange(config.context), config.rope_theta**-pair)  # [context, head_dim / 2]
+    angles = np.concatenate([angles, angles], axis=1)  # feature i turns with feature i + head_dim / 2
+    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+
+def rotate(
+    x: np.ndarray, cos: np.ndarray, sin: np.ndarray
+) -> np.ndarray:  # [n, heads, head_dim], [n, 1, head_dim]
+    """Turn each pair of features by its position's angle, so that q · k depends on the distance only."""
+    first, second = np.split(x, 2, axis=-1)  # [n, heads, head_dim / 2]
+    return x * cos + np.concatenate([-second, first], axis=-1) * sin  # [n, heads, head_dim]
+
+
+def rms_norm(x: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:  # [n, width], [width]
+    """Scale each row to mean square 1, then each feature by its gain."""
+    return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + np.float32(eps)) * gain  # [n, width]
+
+
+def silu(x: np.ndarray) -> np.ndarray:
+    """x · sigmoid(x), written with tanh because exp(−x) overflows for large negative x."""
+    return x * (np.tanh(x * np.float32(0.5)) + 1) * np.float32(0.5)
