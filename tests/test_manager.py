@@ -314,18 +314,6 @@ def test_questions_and_mistakes_are_no_events():
     assert events == []
 
 
-def test_a_refused_copy_is_no_copy_in_the_counters():
-    events = []
-    model = ManagerModel(2, 4, observers=[events.append])
-    model.alloc(3, "a")
-    model.fork("a", ["b", "c"])
-    model.append("b")
-    with refused(model.pool):
-        model.append("c")
-    assert sum(len(event.blocks.get("copies", ())) for event in events) == 1
-    assert events[-1].kind == "refuse"
-
-
 def test_without_observers_nothing_is_timed(monkeypatch):
     def clock():
         raise AssertionError("nobody observes, so nobody may ask for the time")
