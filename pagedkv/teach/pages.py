@@ -164,6 +164,7 @@ class Strip:
     caption: str | None = None
     num_shared: int = 0
     num_sequences: int | None = None
+    has_notes: bool = False  # keeps the row of notes, though it may be empty: a player must not jump
 
     @property
     def summary(self) -> str:
@@ -179,7 +180,7 @@ class Strip:
     def noted(self, notes: Mapping[int, str], caption: str | None = None) -> "Strip":
         """The same strip with a note under some blocks, such as {3: "new"}."""
         boxes = tuple(replace(box, note=notes.get(box.block, "")) for box in self.boxes)
-        return replace(self, boxes=boxes, caption=caption or self.caption)
+        return replace(self, boxes=boxes, caption=caption or self.caption, has_notes=True)
 
     def __repr__(self) -> str:
         lines = [self.caption] if self.caption else []
@@ -217,8 +218,9 @@ class Strip:
             if self.block_size:
                 rows.append(_row([_head("letters", "row"), *map(_letters_cell, boxes)]))
             rows.append(_row([_head("owners", "row"), *map(_owners_cell, boxes)]))
-            if any(b.note for b in boxes):
-                rows.append(_row([_head("now", "row"), *(_cell(html.escape(b.note), _NOTE) for b in boxes)]))
+            if self.has_notes:
+                notes = (html.escape(b.note) or "&nbsp;" for b in boxes)
+                rows.append(_row([_head("now", "row"), *(_cell(note, _NOTE) for note in notes)]))
         free = "" if self.summary in caption else f" <span style='{_QUIET}'>free {self.num_free}</span>"
         return _table(html.escape(caption) + free, *rows, escaped=True)
 
@@ -683,10 +685,11 @@ _ID = _PLAIN + "font-weight:bold;"
 _NUMBER = _PLAIN + "text-align:right;"
 _TEXT = _PLAIN + "text-align:left;" + _MONO
 _SMALL = _PLAIN + "font-size:12px;padding:0px 6px;"
+_OWNERS = _PLAIN + "font-size:12px;padding:0px;"
 _NOTE = _PLAIN + "font-size:12px;font-style:italic;"
 _UNDER = _SMALL + "border-top:2px solid;font-weight:bold;"
 _ROW_NAME = _PLAIN + "text-align:right;font-weight:normal;font-size:12px;opacity:0.75;"
-_LETTERS = _BASE + _MONO + "font-size:15px;min-width:72px;"
+_LETTERS = _BASE + _MONO + "font-size:15px;min-width:76px;"
 _QUIET = "font-weight:normal;opacity:0.75;margin-left:12px;"
 _SHARED = "background-color:#e4e4e4;color:#000;border:2px solid #444444;"
 _LOST = "background-color:transparent;border:3px double #d55e00;"
@@ -720,7 +723,7 @@ def _owners_cell(box: Box) -> str:
         return _cell("free" if box.free else box.owner_text, _LETTERS + (_FREE if box.free else _SHARED))
     chips = "".join(_chip(name) for name in box.owners[:MOST_OWNERS])
     many = f"{'…' * (len(box.owners) > MOST_OWNERS)} ×{box.count}" if box.count > 1 else ""
-    return _cell(chips + many + " and free!" * box.free, _SMALL)
+    return _cell(chips + many + " and free!" * box.free, _OWNERS)
 
 
 def _chip(name: SeqId) -> str:
