@@ -461,7 +461,8 @@ class FragmentationExplorer(PredictFirst):
         asked, smallest = waste(mix, self.ask), waste(mix, 1)
         return (
             f"{100 * asked.share:.1f} %: {asked.idle:.1f} slots per request; "
-            f"half a block is {(self.ask - 1) / 2:.1f}. What lies idle depends on the number of requests, not on their length. Smaller blocks leave less idle "
+            f"half a block is {(self.ask - 1) / 2:.1f}. "
+            "What lies idle depends on the number of requests, not on their length. Smaller blocks leave less idle "
             f"but need longer tables: {smallest.entries:,.0f} entries per request in blocks of 1."
         )
 
