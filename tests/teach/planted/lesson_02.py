@@ -127,6 +127,11 @@ def only_the_free_list(free, owners, tables):
     return found | ({"unknown"} if any(not 0 <= block < len(owners) for block in free) else set())
 
 
+def says_held_for_shared(free, owners, tables):
+    """Takes a block with two owners for a fault."""
+    return right(free, owners, tables) | ({"held"} if max(owners) > 1 else set())
+
+
 def one_name(free, owners, tables):
     return next(iter(right(free, owners, tables)), "")
 
@@ -323,6 +328,7 @@ BUGS = [
     ("broken", "stops at the first", stops_at_the_first, "it misses something"),
     ("broken", "indexes unknown ids", indexes_unknown_ids, "IndexError", ERROR),
     ("broken", "tables not searched", only_the_free_list, "which ids does a pool of this size have"),
+    ("broken", "sharing taken for a fault", says_held_for_shared, "but nothing is 'held' here"),
     ("broken", "one name instead of a set", one_name, "expected a set of names"),
     ("allocator_test", "happy path", happy_path, "finds 0 of 3"),
     ("allocator_test", "only totals", only_totals, "finds 1 of 3"),
