@@ -161,11 +161,15 @@ class Llama:
 
 
 def rotations(config: Config) -> tuple[np.ndarray, np.ndarray]:
-    """Cosine and sine of every position's angles: float32 [context, head_dim] each (Su et al. 2021, "RoFormer")."""
-    pair = np.arange(0, config.head_dim, 2) / config.head_dim  # [head_dim / 2]
-    angles = np.outer(np.arange(config.context), config.rope_theta**-pair)  # [context, head_dim / 2]
+    """Cosine and sine of every position's angles: float32 [context, head_dim] each (Su et al. 2021, "RoFormer").
+
+    Angles are rounded to float32 where training rounded them; at position 500 the logits would show the difference.
+    """
+    pair = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)  # [head_dim / 2]
+    frequency = np.float32(config.rope_theta) ** -pair  # [head_dim / 2]  radians per position
+    angles = np.outer(np.arange(config.context, dtype=np.float32), frequency)  # [context, head_dim / 2]
     angles = np.concatenate([angles, angles], axis=1)  # feature i turns with feature i + head_dim / 2
-    return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+    return np.cos(angles), np.sin(angles)
 
 
 def rotate(
