@@ -8,6 +8,7 @@ from needs import STRESS
 
 from pagedkv import PagedKVCache, PoolExhausted
 from pagedkv.lm import Llama
+from pagedkv.lm.model import rms_norm, rotate, rotations, silu
 from pagedkv.lm.weights import SHIPPED
 
 BLOCK_SIZES = [1, 2, 3, 4, 8, 16, 32]
@@ -144,6 +145,43 @@ def test_a_cache_of_another_shape_is_refused(model):
 def test_forward_full_refuses_what_forward_refuses(model, tokens):
     with pytest.raises(ValueError, match="token"):
         model.forward_full(tokens)
+
+
+# --- the parts, by hand
+
+
+def test_rotation_turns_feature_i_with_feature_i_plus_half_by_its_own_angle(model):
+    cos, sin = rotations(model.config)  # [512, 32] each
+    x = np.zeros((1, 1, 32), np.float32)
+    x[0, 0, 3] = 1
+    turned = rotate(x, cos[7, None], sin[7, None])[0, 0]
+    angle = 7 * 10000 ** (-2 * 3 / 32)
+    expected = np.zeros(32)
+    expected[3], expected[3 + 16] = np.cos(angle), np.sin(angle)
+    np.testing.assert_allclose(turned, expected, atol=1e-6)
+
+
+def test_after_rotation_a_product_depends_on_the_distance_only(model):
+    q, k = np.random.default_rng(0).standard_normal((2, 1, 1, 32), np.float32)
+    cos, sin = rotations(model.config)
+
+    def score(i, j):
+        return np.vdot(rotate(q, cos[i, None], sin[i, None]), rotate(k, cos[j, None], sin[j, None]))
+
+    np.testing.assert_allclose([score(5, 2), score(103, 100), score(503, 500)], score(3, 0), atol=1e-3)
+    np.testing.assert_allclose(score(0, 0), np.vdot(q, k), rtol=1e-6)
+    assert abs(score(9, 0) - score(3, 0)) > 0.01
+
+
+def test_rms_norm_and_silu_by_hand():
+    x = np.array([[3, 4], [0, 0]], np.float32)
+    np.testing.assert_allclose(
+        rms_norm(x, np.array([1, 2], np.float32), 0.5)[0], [3 / 13**0.5, 8 / 13**0.5], rtol=1e-6
+    )
+    np.testing.assert_array_equal(rms_norm(x, np.ones(2, np.float32), 1e-5)[1], [0, 0])
+    with np.errstate(all="raise"):
+        found = silu(np.array([0, 1, -200, 200], np.float32))
+    np.testing.assert_allclose(found, [0, 1 / (1 + np.exp(-1)), 0, 200], atol=1e-6)
 
 
 def test_the_losses_in_the_card_are_those_of_the_shipped_weights(model, shared):
