@@ -57,6 +57,7 @@ def course(tmp_path):
         cells=cells, metadata={"pagedkv": FACTS, "language_info": {"name": "python", "version": "3.1"}}
     )
     nbformat.write(nb, tmp_path / "notebooks" / "00_start_here.ipynb")
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # no settings from further up
     (tmp_path / "README.md").write_text("# Course\n<!-- course map -->\nold\n<!-- /course map -->\nend\n")
     return tmp_path
 
@@ -143,6 +144,7 @@ def test_a_lesson_without_its_extra_is_left_out_with_the_reason(tmp_path):
     (tmp_path / "conftest.py").write_text(
         source.replace(hook, f"missing_packages = list  # all of them\n\n\n{hook}")
     )
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")  # no settings from further up
     nb = new_notebook(cells=[new_code_cell("1")], metadata={"pagedkv": {"extras": ["onnx"]}})
     nbformat.write(nb, tmp_path / "13_lesson.ipynb")
     collect = ("pytest", "--co", "-q", "--nbval", "--nbval-current-env")
