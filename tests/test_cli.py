@@ -9,13 +9,13 @@ import pytest
 
 from pagedkv import __version__, cli
 
+COMMAND = [sys.executable, "-m", "pagedkv.cli"]
+ENVIRONMENT = os.environ | {"PYTHONUTF8": "1", "PYTHONUNBUFFERED": ""}  # as at a user's shell
 
-def pagedkv(*arguments, **options):
-    command = [sys.executable, "-m", "pagedkv.cli", *map(str, arguments)]
-    environment = os.environ | {"PYTHONUTF8": "1"}
-    return subprocess.run(
-        command, capture_output=True, text=True, encoding="utf-8", env=environment, **options
-    )
+
+def pagedkv(*arguments):
+    command = [*COMMAND, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=ENVIRONMENT)
 
 
 # --- generate
@@ -83,8 +83,10 @@ def test_no_tokens_print_the_prompt():
 
 
 def test_a_text_appears_while_it_is_written():
-    command = [sys.executable, "-m", "pagedkv.cli", "generate", "ROMEO:", "--tokens", "500"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL) as process:
+    command = [*COMMAND, "generate", "ROMEO:", "--tokens", "500"]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    ) as process:
         seen = process.stdout.read(10)
         process.kill()
         seen += process.stdout.read()
@@ -93,8 +95,10 @@ def test_a_text_appears_while_it_is_written():
 
 
 def test_a_reader_who_goes_away_ends_it_without_a_traceback():
-    command = [sys.executable, "-m", "pagedkv.cli", "generate", "ROMEO:", "--tokens", "500"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    command = [*COMMAND, "generate", "ROMEO:", "--tokens", "500"]
+    with subprocess.Popen(
+        command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as process:
         process.stdout.read(10)
         process.stdout.close()
         assert process.wait(120) == 1
