@@ -220,7 +220,8 @@ class Strip:
             rows.append(_row([_head("owners", "row"), *map(_owners_cell, boxes)]))
             if self.has_notes:
                 notes = (html.escape(b.note) or "&nbsp;" for b in boxes)
-                rows.append(_row([_head("now", "row"), *(_cell(note, _NOTE) for note in notes)]))
+                name = "now" if any(b.note for b in boxes) else ""
+                rows.append(_row([_head(name, "row"), *(_cell(note, _NOTE) for note in notes)]))
         free = "" if self.summary in caption else f" <span style='{_QUIET}'>free {self.num_free}</span>"
         return _table(html.escape(caption) + free, *rows, escaped=True)
 

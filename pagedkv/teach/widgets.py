@@ -119,16 +119,17 @@ class PredictFirst(ipywidgets.VBox):
         _answers.setdefault(question, "asked")
         asked = ipywidgets.HTML(f"<b>Predict:</b> {html.escape(question)}")
         if self.choices:
+            width = 110 + sum(34 + 9 * len(choice) for choice in self.choices)  # label and buttons in one row
             self.entry = ipywidgets.ToggleButtons(
-                layout={"width": "max-content"},
                 options=self.choices,
                 value=None,
                 description="Your guess",
                 style={"button_width": "auto"},
+                layout={"width": f"{width}px", "max_width": "100%"},
             )
         else:
             self.entry = ipywidgets.Text(
-                placeholder=hint, description="Your guess", layout={"width": "230px"}, continuous_update=True
+                placeholder=hint, description="Your guess", layout={"width": "230px"}, style=_LABEL
             )
         self.predict_button = ipywidgets.Button(
             description="Predict", button_style="primary", disabled=True, tooltip="enter your guess"
@@ -274,7 +275,7 @@ class PagePlayer(PredictFirst):
             description="Step",
             style=_LABEL,
             disabled=self.ask_at == 0,
-            layout={"width": "300px"},
+            layout={"width": "300px", "margin": "2px 2px 2px 16px"},
         )
         self.back = ipywidgets.Button(description="Back", icon="step-backward", layout={"width": "90px"})
         self.forward = ipywidgets.Button(
@@ -309,7 +310,7 @@ class PagePlayer(PredictFirst):
         """The frame of the question, the question, and up to three frames that answer it."""
         drawings = [self._drawing(i) for i in self._storyboard]
         frames = tuple((repr(drawing), drawing._repr_html_()) for drawing in drawings)
-        return Storyboard(self.question, self.choices, frames, f"{self.answer}. {self.because}".strip())
+        return Storyboard(self.question, self.choices, frames, f"It is {self.answer}. {self.because}".strip())
 
     def opened(self) -> None:
         self.slider.disabled = self.play.disabled = False
