@@ -129,3 +129,20 @@ def test_what_is_read_can_be_changed_without_harm():
     for array in (tables.entries(rows[0]), tables.owned(rows[0]), tables.padded(rows), tables.length(rows)):
         array[:] = 99
     assert tables.entries(rows[0]).tolist() == [7, 3, 5] and tables.length(rows).tolist() == [9]
+
+
+def test_a_name_that_moves_to_another_row_does_not_meet_its_old_version():
+    """An old plan of "a" must not pass for one of the new "a"."""
+    tables, nothing = BlockTables(4), np.zeros(0, np.int32)
+    row = tables.add("a")
+    tables.add("b")
+    seen = set()
+    for _ in range(4):
+        tables.put(row, nothing, 0)
+        seen.add(int(tables.version(row)))
+    tables.remove("a"), tables.remove("b")
+    other = tables.add("a")
+    assert other != row
+    for _ in range(4):
+        assert int(tables.version(other)) not in seen
+        tables.put(other, nothing, 0)

@@ -332,3 +332,4 @@ def test_f7_refused_copies_are_not_counted():
     with refused(model.pool):
         model.append("c")
     assert sum(len(event.blocks.get("copies", ())) for event in events) == 1
+    assert (events[-1].kind, events[-1].seq_ids) == ("refuse", ("c",))
