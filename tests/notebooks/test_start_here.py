@@ -46,12 +46,12 @@ def test_the_model_says_the_same_everywhere():
     from pagedkv.lm import Llama
 
     model, text, margins = Llama.load(), "Good night", []
-    for _ in range(12):
+    for _ in range(16):
         logits = model.forward_full(model.tokenizer.encode(text))[-1]  # [vocabulary]
         second, first = np.sort(logits)[-2:]
         margins.append(first - second)
         text += model.tokenizer.decode([int(np.argmax(logits))])
-    assert min(margins) > 0.02, dict(zip(text[10:], margins, strict=True))
+    assert min(margins) > 0.1, dict(zip(text[10:], margins, strict=True))
     shown = "\n".join(hygiene.output_text(cell) for cell in hygiene.load(START).code)
     assert text.replace("\n", "↵") in shown.replace("\n", "↵")
 
