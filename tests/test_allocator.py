@@ -68,6 +68,14 @@ def test_an_id_named_twice_counts_twice(owners, named, freed, left):
     check_invariants(allocator)
 
 
+@pytest.mark.parametrize("named", [[0, 0, 0], [0, 1, 0, 0], [0, 1, 1]])
+def test_more_releases_than_owners_in_one_call_release_nothing(named):
+    allocator = BlockAllocator(3)
+    allocator.share(allocator.allocate(2)[:1])
+    with refused(allocator, ValueError, f"block {named[-1]} has . owners, cannot release"):
+        allocator.release(named)
+
+
 def test_a_block_is_freed_by_its_last_release():
     """[0, 1, 0] frees 1 before 0, since 0 had two owners."""
     allocator = BlockAllocator(2)
