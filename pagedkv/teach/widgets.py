@@ -119,13 +119,12 @@ class PredictFirst(ipywidgets.VBox):
         _answers.setdefault(question, "asked")
         asked = ipywidgets.HTML(f"<b>Predict:</b> {html.escape(question)}")
         if self.choices:
-            width = 110 + sum(34 + 9 * len(choice) for choice in self.choices)  # label and buttons in one row
             self.entry = ipywidgets.ToggleButtons(
                 options=self.choices,
                 value=None,
                 description="Your guess",
                 style={"button_width": "auto"},
-                layout={"width": f"{width}px", "max_width": "100%"},
+                layout={"width": "max-content", "max_width": "100%"},
             )
         else:
             self.entry = ipywidgets.Text(
@@ -142,7 +141,7 @@ class PredictFirst(ipywidgets.VBox):
         self.predict_button.on_click(self._predict)
         self.show_button.on_click(self._show)
         gate = ipywidgets.HBox([self.entry, self.predict_button, self.show_button])
-        gate.layout.flex_flow = "row wrap"
+        gate.layout.flex_flow, gate.layout.align_items = "row wrap", "flex-end"  # buttons beside the choices
         super().__init__([asked, gate, *below, self.verdict])
         for part, name in ((self, "widget"), (self.verdict, "verdict"), (asked, "question")):
             part.add_class(f"pagedkv-{name}")
