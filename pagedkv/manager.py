@@ -192,6 +192,8 @@ class BlockManager(Observed):
     def fork(self, parent: SeqId, children: int | Iterable[SeqId] = 1) -> list[SeqId]:
         """Let children continue a parent's text; they share all its blocks and nothing is copied.
 
+        Write what was reserved first: a child shares unwritten slots too, and copies them as they are.
+
         Args: parent: a registered sequence; children: how many, or their ids.
         Returns: the children's ids.
         Raises: KeyError for an unknown parent, ValueError for ids in use; nothing is changed.

@@ -131,6 +131,8 @@ class KVStorage:
 
     def check_source(self, source: "KVStorage", blocks: ArrayLike = ()) -> None:
         """ValueError unless pages of `source`, and these blocks of it, can be copied here."""
+        if not isinstance(source, KVStorage):
+            raise ValueError(f"the source of pages must be a KVStorage, got {source!r}")
         mine, theirs = (
             {n: (a.dtype, a.shape[0], *a.shape[2:]) for n, a in s.arrays.items()} for s in (self, source)
         )

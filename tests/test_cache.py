@@ -316,6 +316,13 @@ def test_restore_from_pages_of_another_shape_changes_nothing():
             target.restore(source.pool.snapshot(), source.pool)
 
 
+def test_restore_from_no_pages_at_all_changes_nothing():
+    source, target = Model(4, 4), new_cache(4, 4)
+    source.alloc(5, "a")
+    with refused(target, ValueError, "must be a KVStorage, got None"):
+        target.restore(source.pool.snapshot(), None)
+
+
 def test_restore_of_blocks_that_the_source_does_not_have_changes_nothing():
     source, target = Model(8, 4), new_cache(8, 4)
     source.alloc(24)
