@@ -136,13 +136,18 @@ def _agrees(pool: Pool, texts: Mapping[str, str], after: str, question: str) -> 
             said = f"After {after} the table of {name} is {show(list(pool.tables[name]))}"
             raise Wrong(f"{said}, for {len(text)} tokens.", question, _strip(pool))
     named = Counter(int(block) for table in pool.tables.values() for block in table)
-    for block, count in enumerate(pool.allocator.ref_counts.tolist()):
-        if count != named[block]:
-            raise Wrong(
-                f"After {after} block {block} has the count {count}, and {named[block]} table entries name it.",
-                "whose count changes when a table stops naming a block, or begins to?",
-                _strip(pool),
-            )
+    counts = pool.allocator.ref_counts.tolist()
+    off = [
+        f"block {block} has the count {count}, and {named[block]} table entries name it"
+        for block, count in enumerate(counts)
+        if count != named[block]
+    ]
+    if off:
+        raise Wrong(
+            f"After {after} {'; '.join(off[:3])}.",
+            "whose count changes when a table stops naming a block, or begins to?",
+            _strip(pool),
+        )
 
 
 def _filled_by(learner: Learner, pool: Pool, *args) -> int:
@@ -335,7 +340,14 @@ def _extends(
     copies = twin.extend(list(letters), 1).copies
     expected = len(letters) + int(copies[:, 2].sum())
     said = call_text(learner._name, pool, letters)
-    got = _filled_by(learner, pool, letters)
+    drawing = _strip(pool)
+    try:
+        got = _filled_by(learner, pool, letters)
+    except _Raised as raised:
+        if not _is_refusal(raised.error):
+            raise
+        wrong = f"{said} was refused ({raised.error}), and there is room."
+        raise Wrong(wrong, question, drawing) from None
     for name, letter in letters.items():
         texts[name] += letter
     _agrees(pool, texts, said, question)
@@ -387,7 +399,8 @@ def extend_all(learner: Learner) -> str:
     _refuses(learner, pool, {"c": "l"}, question="who reads block 0 besides c?")
 
     pool, texts = _shared(NIGHT, "abcd", num_blocks=6), dict.fromkeys("abcd", NIGHT)
-    _extends_though_tight(learner, pool, texts)
+    question = "four owners write: how many of them copy, and who is left with the old block?"
+    _extends(learner, pool, texts, POSITION_10, question)
 
     pool = _shared(NIGHT, "ab", num_blocks=6)
     _add(pool, "e", DAY)
@@ -402,19 +415,6 @@ def extend_all(learner: Learner) -> str:
 
     steps = sum(_random_batches(learner, np.random.default_rng(n), n) for n in (1, 2, 3, 4))
     return f"The wall of the story, and {steps} random batches, refused and granted as pagedkv does it."
-
-
-def _extends_though_tight(learner: Learner, pool: Pool, texts: dict[str, str]) -> None:
-    question = "four owners write: how many of them copy, and who is left with the old block?"
-    try:
-        _extends(learner, pool, texts, POSITION_10, question)
-    except _Raised as raised:
-        if not _is_refusal(raised.error):
-            raise
-        said = call_text(learner._name, pool, POSITION_10)
-        raise Wrong(
-            f"{said} was refused ({raised.error}), with 3 blocks free.", question, _strip(pool)
-        ) from None
 
 
 def _random_batches(learner: Learner, rng: np.random.Generator, block_size: int, steps: int = 40) -> int:
@@ -454,6 +454,7 @@ def _drafts(learner: Learner, pool: Pool, parents: list[int], question: str) -> 
     except _Raised as raised:
         if "is free: only a block in use can gain an owner" not in str(raised.error):
             raise
+        question = "for a moment nobody owned that block: who reads it one line later?"
         raise Wrong(f"{said} stopped: {raised.error}.", question) from None
     if {name: list(table) for name, table in pool.tables.items()} != tables or pool.memory.filled != filled:
         now = {name: list(table) for name, table in pool.tables.items()}
