@@ -6,7 +6,7 @@ from . import pages
 
 BOX = 1.0  # a slot is one unit wide
 GAP = 0.6  # between two blocks
-ROWS = {"position": 4.2, "block table": 2.2, "memory": 0.0}  # where each row stands
+ROWS = {"positions": 4.2, "block table": 2.2, "memory": 0.0}  # where each row stands
 
 
 def through_the_table(
@@ -39,25 +39,25 @@ def through_the_table(
         who, letters = owned.get(block, (None, ""))
         left = _left(block, block_size)
         _block(axes, left, ROWS["memory"], letters, block_size, who)
-        axes.text(left + block_size * BOX / 2, -0.75, f"block {block}", ha="center", va="center", fontsize=9)
+        axes.text(left + block_size * BOX / 2, -0.55, f"block {block}", ha="center", va="center", fontsize=11)
     for entry, block in enumerate(table):
         left = shift + _left(entry, block_size)
         middle = left + block_size * BOX / 2
         letters = text[entry * block_size : (entry + 1) * block_size]
-        _block(axes, left, ROWS["position"], letters, block_size, name)
+        _block(axes, left, ROWS["positions"], letters, block_size, name)
         for offset in range(len(letters)):
             position = entry * block_size + offset
-            axes.text(left + offset * BOX + 0.5, ROWS["position"] + 1.35, position, ha="center", fontsize=8)
+            axes.text(left + offset * BOX + 0.5, ROWS["positions"] + 1.35, position, ha="center", fontsize=9)
         _entry(axes, middle, entry, block)
-        _arrow(axes, (middle, ROWS["position"] - 0.05), (middle, ROWS["block table"] + 0.92))
+        _arrow(axes, (middle, ROWS["positions"] - 0.05), (middle, ROWS["block table"] + 0.92))
         _arrow(
             axes,
             (middle, ROWS["block table"]),
             (_left(block, block_size) + block_size / 2, ROWS["memory"] + 1.05),
         )
     for row, height in ROWS.items():
-        axes.text(-0.6, height + 0.45, row, ha="right", va="center", fontsize=9)
-    axes.set(xlim=(-4.6, width + 0.2), ylim=(-1.1, 6.0))
+        axes.text(-0.6, height + 0.45, row, ha="right", va="center", fontsize=11)
+    axes.set(xlim=(-4.6, width + 0.2), ylim=(-0.9, 6.0))
     axes.axis("off")
     figure.tight_layout(pad=0.3)
     return figure
@@ -88,6 +88,7 @@ def _block(axes, left: float, bottom: float, letters: str, block_size: int, who:
             ha="center",
             va="center",
             family="DejaVu Sans Mono",
+            fontsize=13,
             color=ink if letter else "#888888",
         )
 
@@ -98,8 +99,10 @@ def _entry(axes, middle: float, entry: int, block: int) -> None:
     axes.add_patch(
         Rectangle((middle - 0.7, ROWS["block table"]), 1.4, 0.9, facecolor="white", edgecolor="#000")
     )
-    axes.text(middle, ROWS["block table"] + 0.43, block, ha="center", va="center", fontweight="bold")
-    axes.text(middle + 0.9, ROWS["block table"] + 0.43, f"entry {entry}", va="center", fontsize=8)
+    axes.text(
+        middle, ROWS["block table"] + 0.43, block, ha="center", va="center", fontweight="bold", fontsize=13
+    )
+    axes.text(middle + 0.9, ROWS["block table"] + 0.43, f"entry {entry}", va="center", fontsize=9)
 
 
 def _arrow(axes, start: tuple[float, float], end: tuple[float, float]) -> None:

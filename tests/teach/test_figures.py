@@ -48,6 +48,6 @@ def test_each_letter_stands_above_in_order_and_below_in_its_block(drawn):
 @pytest.mark.parametrize(("table", "text"), [([2], "a"), ([1, 0], "Good day"), ([], "")])
 def test_positions_are_counted_from_0_to_the_last_token(drawn, table, text):
     axes = drawn(table, text)
-    numbers = [t.get_text() for t in axes.texts if t.get_text().isdigit() and t.get_fontsize() == 8]
+    numbers = [t.get_text() for t in axes.texts if t.get_text().isdigit() and t.get_fontsize() == 9]
     assert numbers == [str(p) for p in range(len(text))]
     assert len(arrows(axes)) == 2 * len(table)
