@@ -4,3 +4,4 @@ from .lesson_01 import fits, kv_bytes_per_token, waste  # noqa: F401
 from .lesson_02 import allocator, allocator_test, broken, free_list, release  # noqa: F401
 from .lesson_03 import new_blocks, read, slots, slots_by_hand, tables  # noqa: F401
 from .lesson_04 import drafts, extend_all, faulty_line, fork, manager, write  # noqa: F401
+from .lesson_05 import attend_batch, attend_one, gqa, merge, plan  # noqa: F401
