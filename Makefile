@@ -41,7 +41,7 @@ format: $(tested) ## let ruff repair what it can
 
 # Some machines choose a BLAS kernel by these variables; numbers in the lessons must not depend on the choice.
 portability: $(tested) ## core tests and lessons with the BLAS kernel that the processor picks
-	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE $(bin)/python -m pytest -m "not browser and not torch" $(ARGS)
+	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE $(bin)/python -m pytest -m "not browser and not torch" --ignore=tests/notebooks $(ARGS)
 
 stress: $(tested) ## the random tests at full length
 	PAGEDKV_STRESS=1 $(bin)/python -m pytest -m "not browser" tests $(ARGS)
