@@ -19,7 +19,7 @@ TEXT = (
 @pytest.fixture(scope="module")
 def train():
     need_module("tqdm", "train")
-    need_module("torch", "train")
+    need_module("torch", "train").set_num_threads(1)  # threads only wait for each other on so little work
     from pagedkv.lm import train
 
     return train
