@@ -63,6 +63,8 @@ def test_scores_of_a_thousand_do_not_overflow():
     with np.errstate(all="raise", under="ignore"):
         *_, tail = running([0, 1000, 2000], [1, 2, 3], 1)
     assert (tail.out, tail.earlier) == (3, 0)
+    *_, faint = running([1000, 0], [1, 2], 1)
+    assert (faint.own, faint.out) == (2, 1)
 
 
 # The frames
@@ -92,6 +94,7 @@ def test_the_read_blocks_carry_weights_and_the_others_none():
     text = a_stepper().text_frame(2)
     assert "▶1" in text
     weights = next(line for line in text.splitlines() if line.startswith("weight"))
+    assert a_stepper().frame(2).count("dashed") == 2 * 5  # two tokens in five rows
     assert weights.split("%")[1].split() == ["12.5"] * 4 + ["|"] + ["12.5"] * 4 + ["|", "·", "·"]
 
 
@@ -122,6 +125,9 @@ def test_a_prediction_opens_the_tail(said, right):
     assert stepper.right is right
     assert "step 3 of 3" in stepper.picture.value
     assert f"you said {said}. It is 5.5. A tenth each." in stepper.verdict.value
+    assert not stepper.score.disabled
+    for control in (stepper.entry, stepper.predict_button, stepper.show_button):
+        assert control.disabled
     assert widgets.score().right == right
 
 
