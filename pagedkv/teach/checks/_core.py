@@ -12,6 +12,7 @@ import functools
 import html
 import inspect
 import sys
+import sysconfig
 import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -27,6 +28,9 @@ ERROR = "error in your code"
 BROKEN = "error in the check"
 
 LAMPS = {ACCEPTED: "✓", NOT_SOLVED: "○", WRONG: "✗", ERROR: "!", BROKEN: "?"}
+LIBRARIES = tuple(
+    {sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+)
 EDGES = {ACCEPTED: "#009E73", NOT_SOLVED: "#888888", WRONG: "#D55E00", ERROR: "#D55E00", BROKEN: "#CC79A7"}
 
 
@@ -50,7 +54,9 @@ class _Raised(Exception):
         self.error, self.said = error, said
 
     def __str__(self) -> str:
-        line = traceback.extract_tb(self.error.__traceback__)[-1]
+        lines = traceback.extract_tb(self.error.__traceback__)
+        theirs = [line for line in lines if not line.filename.startswith(LIBRARIES)]
+        line = (theirs or lines)[-1]  # where the learner's code was, even if NumPy raised
         where = f"\nin {line.name}, line {line.lineno}: {line.line}" if line.line else ""
         return f"{self.said} raised {type(self.error).__name__}: {self.error}{where}"
 
@@ -94,12 +100,14 @@ class Result:
         return f'<div role="status" style="{edge}">{"".join(parts)}</div>'
 
 
-def check(exercise: str, *, own: tuple[Any, ...] = (), wants: str = "function") -> Callable:
+def check(
+    exercise: str, *, own: tuple[Any, ...] = (), forbidden: tuple[Any, ...] = (), wants: str = "function"
+) -> Callable:
     """Make a check of a function that takes a `Learner` and returns a line for the accepted result.
 
-    Args: exercise: its name, as the lesson says it; own: parts of the package that would be the answer itself, so
-        handing them in, subclassing or calling them is refused; wants: "function", "class" or "value" (an answer
-        found by hand, `...` while it is missing).
+    Args: exercise: its name, as the lesson says it; own: parts of the package that are the answer itself, so handing
+        them in, subclassing or calling them is refused; forbidden: parts of another shape that may not be called
+        either; wants: "function", "class" or "value" (an answer found by hand, `...` while it is missing).
     """
 
     def decorate(body: Callable[[Learner], str | None]) -> Callable[[Any], Result]:
@@ -108,7 +116,9 @@ def check(exercise: str, *, own: tuple[Any, ...] = (), wants: str = "function") 
             say = functools.partial(Result, exercise)
             try:
                 _refuse_misfits(submission, own, wants)
-                learner = Learner(submission, getattr(submission, "__name__", exercise), _code_of(own))
+                learner = Learner(
+                    submission, getattr(submission, "__name__", exercise), _code_of(own + forbidden)
+                )
                 told = body(learner)
             except _NotSolved as stub:
                 return say(NOT_SOLVED, str(stub))

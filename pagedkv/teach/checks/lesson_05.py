@@ -10,7 +10,7 @@ from pagedkv import attention
 from pagedkv.decode import AttentionPlan
 from pagedkv.storage import KVStorage
 
-from ._core import Learner, Wrong, _code_of, check, show
+from ._core import Learner, Wrong, check, show
 
 NIGHT, DAY, MORROW = [6, 1, 3], [0, 5], [7, 2, 4]
 STORY_TABLES, STORY_LENGTHS = np.array([NIGHT, [*DAY, -1], MORROW]), np.array([10, 8, 11])
@@ -50,11 +50,6 @@ def _near(got: Any, expected: Any) -> bool:
 ALL = (attention.paged_attention, attention.dense_attention, attention.attend, AttentionPlan)
 
 
-def _by_itself(learner: Learner, parts: tuple = ALL) -> None:
-    """Refuse calls of the package's attention: it has other shapes, so it is not `own`, but it is the answer."""
-    learner._forbidden |= _code_of(parts)
-
-
 def _pages(rows: np.ndarray, table: list[int], num_blocks: int, block_size: int, idle: float = np.nan):
     """Pages [num_blocks, block_size, …] that hold `rows` through `table`; every other slot holds `idle`."""
     pages = np.full((num_blocks, block_size, *rows.shape[1:]), idle)
@@ -66,10 +61,9 @@ def _pages(rows: np.ndarray, table: list[int], num_blocks: int, block_size: int,
 # ---- attend_one(q, K, V, table, length)
 
 
-@check("attend_one")
+@check("attend_one", forbidden=ALL)
 def attend_one(learner: Learner) -> str:
     """`attend_one(q, K, V, table, length)`: one query of one head over the pages that a table names."""
-    _by_itself(learner)
     letters = np.arange(1.0, 11.0)[:, None]  # [10, 1]
     for idle in (0.0, np.nan):
         V, K = (_pages(rows, NIGHT, 8, 4, idle) for rows in (letters, 0 * letters))
@@ -203,10 +197,9 @@ def _merge_question(case: tuple, out: np.ndarray, lse: np.ndarray, expected: Any
 # ---- gqa(q, K, V)
 
 
-@check("gqa")
+@check("gqa", forbidden=ALL)
 def gqa(learner: Learner) -> str:
     """`gqa(q, K, V)`: several query heads on fewer KV heads, without a copy of K or V per query head."""
-    _by_itself(learner)
     V = np.broadcast_to(np.arange(2.0)[:, None], (5, 2, 3)).copy()  # V of head h is h
     K, q = np.zeros((5, 2, 3)), np.ones((4, 3))
     said = "gqa(q, K, V), 4 query heads on 2 KV heads, V of KV head h is h,"
@@ -245,10 +238,9 @@ def gqa(learner: Learner) -> str:
 # ---- attend_batch(q, K, V, tables, lengths)
 
 
-@check("attend_batch", own=(attention.paged_attention,))
+@check("attend_batch", own=(attention.paged_attention,), forbidden=ALL)
 def attend_batch(learner: Learner) -> str:
     """`attend_batch(q, K, V, tables, lengths)`: a ragged batch over pages, each row as if it were alone."""
-    _by_itself(learner, (attention.dense_attention, AttentionPlan))
     rng = np.random.default_rng(8)
     batches = [(STORY_LENGTHS.tolist(), 4, 1, 1), (LENGTHS[1:], 4, 2, 1), (LENGTHS, 4, 4, 2)]
     for block_size in (1, 2, 4, 16):
