@@ -21,7 +21,7 @@ help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
 lab: $(VENV)/.installed-course ## open the course in JupyterLab
-	$(bin)/jupyter lab notebooks/00_start_here.ipynb
+	$(bin)/pagedkv lab
 
 venv: $(tested) ## make .venv with the course, the test tools and EXTRAS
 

@@ -81,7 +81,10 @@ def lab(options: argparse.Namespace) -> int:
     if importlib.util.find_spec("jupyterlab") is None:
         return complain("lab", 'JupyterLab is not installed: pip install "pagedkv[course]"', FAILED)
     start = folder / "00_start_here.ipynb"
-    return subprocess.call([sys.executable, "-m", "jupyterlab", str(start if start.exists() else folder)])
+    root = ["--allow-root"] if getattr(os, "geteuid", lambda: 1)() == 0 else []  # as in a container
+    return subprocess.call(
+        [sys.executable, "-m", "jupyterlab", *root, str(start if start.exists() else folder)]
+    )
 
 
 def lessons_folder() -> Path | None:

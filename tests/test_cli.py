@@ -214,13 +214,15 @@ def test_damaged_weights_are_named(monkeypatch, capsys, tmp_path):
 # --- lab, and the command itself
 
 
-def test_lab_opens_the_first_lesson_in_the_folder(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("user", "asked"), [(1000, []), (0, ["--allow-root"])])
+def test_lab_opens_the_first_lesson_in_the_folder(monkeypatch, tmp_path, user, asked):
+    monkeypatch.setattr(cli.os, "geteuid", lambda: user, raising=False)
     calls = []
     monkeypatch.setattr(cli.subprocess, "call", lambda command: calls.append(command) or 0)
     monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
     (tmp_path / "00_start_here.ipynb").touch()
     assert cli.main(["lab", "--folder", str(tmp_path)]) == 0
-    assert calls == [[sys.executable, "-m", "jupyterlab", str(tmp_path / "00_start_here.ipynb")]]
+    assert calls == [[sys.executable, "-m", "jupyterlab", *asked, str(tmp_path / "00_start_here.ipynb")]]
 
 
 def test_lab_without_the_extra_says_what_to_install(monkeypatch, tmp_path, capsys):
