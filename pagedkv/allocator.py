@@ -82,6 +82,15 @@ def whole_numbers(name: str, values: ArrayLike) -> np.ndarray:
     return array.astype(np.int64)
 
 
+def whole_numbers_below(name: str, values: ArrayLike, end: int) -> np.ndarray:
+    """Return `values` as a flat int64 array of numbers 0 … end − 1; ValueError names one that is not."""
+    array = whole_numbers(f"{name}s", values).ravel()
+    outside = array[(array < 0) | (array >= end)]
+    if outside.size:
+        raise ValueError(f"there is no {name} {outside[0]}: it must be 0 … {end - 1}")
+    return array
+
+
 class BlockAllocator(Observed):
     """Hands out block ids and counts their owners (PagedAttention, Kwon et al. 2023, section 4.2).
 

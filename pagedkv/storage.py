@@ -5,7 +5,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
-from .allocator import whole_number, whole_numbers
+from .allocator import whole_number, whole_numbers, whole_numbers_below
 
 
 class Field(NamedTuple):
@@ -196,10 +196,10 @@ class KVStorage:
         return int(layer)
 
     def _slots(self, slots: ArrayLike) -> np.ndarray:
-        return _inside("slot", slots, self.num_blocks * self.block_size)
+        return whole_numbers_below("slot", slots, self.num_blocks * self.block_size)
 
     def _blocks(self, blocks: ArrayLike) -> np.ndarray:
-        return _inside("block", blocks, self.num_blocks)
+        return whole_numbers_below("block", blocks, self.num_blocks)
 
     def _copies(self, copies: ArrayLike, source: "KVStorage") -> np.ndarray:
         copies = whole_numbers("copies", copies)
@@ -211,7 +211,7 @@ class KVStorage:
             copies = np.column_stack([copies, np.full(len(copies), self.block_size)])
         self.check_source(source, copies[:, 0])
         self._blocks(copies[:, 1])
-        _inside("filled slot count", copies[:, 2], self.block_size + 1)
+        whole_numbers_below("filled slot count", copies[:, 2], self.block_size + 1)
         return copies
 
 
@@ -232,11 +232,3 @@ def _floats(name: str, given: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
     if array.dtype.kind != "f":
         raise ValueError(f"{name} must be floating point, got {array.dtype}")
     return array
-
-
-def _inside(name: str, numbers: ArrayLike, end: int) -> np.ndarray:
-    numbers = whole_numbers(f"{name}s", numbers).ravel()
-    outside = numbers[(numbers < 0) | (numbers >= end)]
-    if outside.size:
-        raise ValueError(f"there is no {name} {outside[0]}: it must be 0 … {end - 1}")
-    return numbers

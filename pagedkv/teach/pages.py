@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 from numpy.typing import ArrayLike
 
-from ..allocator import BlockAllocator, Event, whole_number, whole_numbers
+from ..allocator import BlockAllocator, Event, whole_number, whole_numbers, whole_numbers_below
 from ..block_table import NOTHING, SeqId
 from ..manager import BlockManager
 
@@ -79,33 +79,33 @@ class Letters:
 
     def write(self, slots: ArrayLike, text: str) -> None:
         """Put one letter into each slot. ValueError for a slot outside the pool, or another number of letters."""
-        slots = self._inside("slot", slots, self._letters.size)
+        slots = whole_numbers_below("slot", slots, self._letters.size)
         if len(slots) != len(text):
             raise ValueError(f"{len(slots)} slots need as many letters, got {len(text)}: {text!r}")
         self._letters.reshape(-1)[slots] = list(text)
 
     def read(self, slots: ArrayLike) -> str:
         """The letters in some slots, in the order of the slots; a slot that was never written gives "·"."""
-        return "".join(self._letters.reshape(-1)[self._inside("slot", slots, self._letters.size)])
+        return "".join(self._letters.reshape(-1)[whole_numbers_below("slot", slots, self._letters.size)])
 
     def block(self, block: int) -> str:
         """The letters of one block, whoever wrote them."""
-        return "".join(self._letters[self._inside("block", [block], self.num_blocks)[0]])
+        return "".join(self._letters[whole_numbers_below("block", [block], self.num_blocks)[0]])
 
     def copy_blocks(self, copies: ArrayLike) -> None:
         """Copy blocks: whole numbers [m, 3] of source, destination, filled slots; [m, 2] copies whole blocks."""
         copies = whole_numbers("copies", copies)
         if copies.size and (copies.ndim != 2 or copies.shape[1] not in (2, 3)):
             raise ValueError(f"copies must have shape (m, 2) or (m, 3), got {copies.shape}")
-        self._inside("block", copies[:, :2] if copies.size else [], self.num_blocks)
-        self._inside("filled slot count", copies[:, 2:] if copies.size else [], self.block_size + 1)
+        whole_numbers_below("block", copies[:, :2] if copies.size else [], self.num_blocks)
+        whole_numbers_below("filled slot count", copies[:, 2:] if copies.size else [], self.block_size + 1)
         for source, destination, *filled in copies.tolist():
             stop = filled[0] if filled else self.block_size
             self._letters[destination, :stop] = self._letters[source, :stop]
 
     def poison(self, blocks: ArrayLike, start: int = 0) -> None:
         """Mark the slots of some blocks, from offset `start` on, as holding no token."""
-        self._letters[self._inside("block", blocks, self.num_blocks), start:] = POISON
+        self._letters[whole_numbers_below("block", blocks, self.num_blocks), start:] = POISON
 
     def copy(self) -> "Letters":
         """The same letters in a storage of their own."""
@@ -115,14 +115,6 @@ class Letters:
 
     def __repr__(self) -> str:
         return " | ".join(f"{b} {shown(self.block(b))}" for b in range(min(self.num_blocks, MOST_BOXES)))
-
-    @staticmethod
-    def _inside(name: str, numbers: ArrayLike, end: int) -> np.ndarray:
-        numbers = whole_numbers(f"{name}s", numbers).ravel()
-        outside = numbers[(numbers < 0) | (numbers >= end)]
-        if outside.size:
-            raise ValueError(f"there is no {name} {outside[0]}: it must be 0 … {end - 1}")
-        return numbers
 
 
 # ---- the strip ---------------------------------------------------------------------------------------------

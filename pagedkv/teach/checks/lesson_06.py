@@ -11,7 +11,7 @@ from pagedkv.lm import Llama
 from pagedkv.lm.generate import beam_search, best, keep_top_p
 from pagedkv.teach import story
 
-from ._core import Learner, Wrong, _code_of, check, show
+from ._core import Learner, Wrong, check, show
 
 TOLERANCE = 1e-4  # of logits: float32 computed in another order
 
@@ -315,10 +315,9 @@ def _feed(cache: PagedKVCache, ids: list, tokens: list[list[int]]) -> None:
     cache.append(ids, flat, flat, [len(t) for t in tokens])
 
 
-@check("beam_step")
+@check("beam_step", forbidden=(best, beam_search))
 def beam_step(learner: Learner) -> str:
     """`beam_step(cache, seq_ids, texts, scores, logits, width)` → new seq_ids, texts and scores, best first."""
-    learner._forbidden = learner._forbidden | _code_of((best, beam_search))
     prompt = [7, 8, 9, 7, 8, 9, 7, 8, 9, 7]  # ten tokens, like the story's
     log = np.log
     two = [  # [beams, vocabulary]: two beams, then both of the best from the second, then a swap
