@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from pagedkv import __version__, cli
+from pagedkv.cli import generate, lab
 
 COMMAND = [sys.executable, "-m", "pagedkv.cli"]
 ENVIRONMENT = os.environ | {"PYTHONUTF8": "1", "PYTHONUNBUFFERED": ""}  # as at a user's shell
@@ -68,10 +69,10 @@ def test_beams_print_the_best_text_once_and_share_blocks():
 
 
 def test_what_beams_print_early_is_never_taken_back():
-    model = cli.Llama.load()
+    model = generate.Llama.load()
     prompt = model.tokenizer.encode("Good night")
-    options = cli.argparse.Namespace(tokens=60, beams=4)
-    steps = list(cli.beams(model, model.new_cache(100, 4), prompt, options))
+    options = generate.argparse.Namespace(tokens=60, beams=4)
+    steps = list(generate.beams(model, model.new_cache(100, 4), prompt, options))
     final = steps[-1][0][0]
     assert all(final.startswith(texts[0][:settled]) for texts, settled in steps)
     assert sum(settled > 0 for _, settled in steps) > 20
@@ -206,7 +207,7 @@ def test_damaged_weights_are_named(monkeypatch, capsys, tmp_path):
 
         return read_weights(tmp_path / "gone.npz")
 
-    monkeypatch.setattr(cli.Llama, "load", load)
+    monkeypatch.setattr(generate.Llama, "load", load)
     assert cli.main(["generate", "x"]) == 1
     assert "gone.json" in capsys.readouterr().err
 
@@ -216,17 +217,17 @@ def test_damaged_weights_are_named(monkeypatch, capsys, tmp_path):
 
 @pytest.mark.parametrize(("user", "asked"), [(1000, []), (0, ["--allow-root"])])
 def test_lab_opens_the_first_lesson_in_the_folder(monkeypatch, tmp_path, user, asked):
-    monkeypatch.setattr(cli.os, "geteuid", lambda: user, raising=False)
+    monkeypatch.setattr(lab.os, "geteuid", lambda: user, raising=False)
     calls = []
-    monkeypatch.setattr(cli.subprocess, "call", lambda command: calls.append(command) or 0)
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setattr(lab.subprocess, "call", lambda command: calls.append(command) or 0)
+    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: object())
     (tmp_path / "00_start_here.ipynb").touch()
     assert cli.main(["lab", "--folder", str(tmp_path)]) == 0
     assert calls == [[sys.executable, "-m", "jupyterlab", *asked, str(tmp_path / "00_start_here.ipynb")]]
 
 
 def test_lab_without_the_extra_says_what_to_install(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(cli.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(lab.importlib.util, "find_spec", lambda name: None)
     assert cli.main(["lab", "--folder", str(tmp_path)]) == 1
     assert 'pip install "pagedkv[course]"' in capsys.readouterr().err
 

@@ -1,102 +1,24 @@
-"""The command `pagedkv`: open the course, let the model write."""
+"""`pagedkv generate`: the small Shakespeare model continues a text."""
 
 import argparse
-import importlib.util
-import os
-import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 
-from . import __version__
-from .allocator import PoolExhausted
-from .block_table import slots_of
-from .cache import PagedKVCache
-from .lm import Llama, Sampling, Usage, WeightsError, beam_search, sample
-from .lm.generate import checked_prompt
-from .teach.pages import Letters, shown, strip
+from ..allocator import PoolExhausted
+from ..block_table import slots_of
+from ..cache import PagedKVCache
+from ..lm import Llama, Sampling, Usage, WeightsError, beam_search, sample
+from ..lm.generate import checked_prompt
+from ..teach.pages import Letters, shown, strip
+from .common import FAILED, MISUSED, complain, number
 
 Steps = Iterator[tuple[list[str], int]]  # all texts so far, and how much of the first is settled
 
-FAILED, MISUSED = 1, 2  # exit codes: the work could not be finished; the request makes no sense
 
-
-class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose complaints are one line."""
-
-    def error(self, message: str):
-        self.exit(MISUSED, f"{self.prog}: {message} (see {self.prog} --help)\n")
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 1 if it could not be finished, 2 for a wrong request."""
-    parser = Parser(
-        prog="pagedkv", description="PagedAttention's KV cache in NumPy, and the course that builds it."
-    )
-    parser.add_argument("--version", action="version", version=f"pagedkv {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    add_lab(commands)
-    add_generate(commands)
-    options = parser.parse_args(arguments)
-    try:
-        code = options.run(options)
-        sys.stdout.flush()  # a closed pipe shows here, not after main
-        return code
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # `pagedkv generate … | head`: whoever read has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return FAILED
-
-
-def complain(command: str, message: object, code: int) -> int:
-    sys.stdout.flush()
-    print(f"pagedkv {command}: {message}", file=sys.stderr)
-    return code
-
-
-# --- pagedkv lab --------------------------------------------------------------------------------------------------
-
-
-def add_lab(commands) -> None:
-    parser = commands.add_parser(
-        "lab", help="open the course in JupyterLab", description="Opens the course in JupyterLab."
-    )
-    parser.add_argument(
-        "--folder", type=Path, metavar="DIR", help="where the lessons are (default: the checkout's notebooks)"
-    )
-    parser.set_defaults(run=lab)
-
-
-def lab(options: argparse.Namespace) -> int:
-    folder = options.folder or lessons_folder()
-    if folder is None or not folder.is_dir():
-        where = folder or "a folder `notebooks`, here or beside the package"
-        return complain(
-            "lab", f"no lessons found: looked for {where}; clone the repository, or say --folder DIR", FAILED
-        )
-    if importlib.util.find_spec("jupyterlab") is None:
-        return complain("lab", 'JupyterLab is not installed: pip install "pagedkv[course]"', FAILED)
-    start = folder / "00_start_here.ipynb"
-    root = ["--allow-root"] if getattr(os, "geteuid", lambda: 1)() == 0 else []  # as in a container
-    return subprocess.call(
-        [sys.executable, "-m", "jupyterlab", *root, str(start if start.exists() else folder)]
-    )
-
-
-def lessons_folder() -> Path | None:
-    """The notebooks of the checkout that this package was installed from, or of the current folder."""
-    places = [Path(__file__).parent.parent / "notebooks", Path("notebooks")]
-    return next((place for place in places if place.is_dir()), None)
-
-
-# --- pagedkv generate ---------------------------------------------------------------------------------------------
-
-
-def add_generate(commands) -> None:
+def add(commands) -> None:
     parser = commands.add_parser(
         "generate",
         help="let the small Shakespeare model continue a text",
@@ -154,25 +76,10 @@ def add_generate(commands) -> None:
     parser.add_argument(
         "--show-pages", action="store_true", help="draw the pool at every step (best with --block-size 4)"
     )
-    parser.set_defaults(run=generate)
+    parser.set_defaults(run=run)
 
 
-def number(minimum: int):
-    """An argparse type: whole numbers of at least `minimum`."""
-
-    def whole(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = minimum - 1
-        if value < minimum:
-            raise argparse.ArgumentTypeError(f"a whole number of at least {minimum} is needed, not {text!r}")
-        return value
-
-    return whole
-
-
-def generate(options: argparse.Namespace) -> int:
+def run(options: argparse.Namespace) -> int:
     try:
         model = Llama.load()
         prompt = checked_prompt(model, model.tokenizer.encode(options.prompt), options.tokens)
@@ -297,7 +204,3 @@ def summary(texts: list[str], seconds: float, usage: Usage, options: argparse.Na
     blocks = f"at most {usage.peak} in use, {usage.shared} of them shared ({usage.unshared} without sharing)"
     speed = f"{written} characters, {written / max(seconds, 1e-9):.0f} a second"
     return f"[{what}: {speed}; blocks of {options.block_size}: {blocks}, {usage.copied} copied]"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
