@@ -34,6 +34,37 @@ LIBRARIES = tuple(
 EDGES = {ACCEPTED: "#009E73", NOT_SOLVED: "#888888", WRONG: "#D55E00", ERROR: "#D55E00", BROKEN: "#CC79A7"}
 
 
+@dataclass
+class Setting:
+    """Which cases the checks take. The zeros are what every reader sees; grading takes others."""
+
+    variant: int = 0  # of the questions by hand; 0 is the story
+    hidden: int = 0  # seeds and sizes
+
+
+SETTING = Setting()
+
+
+def use_variant(number: int) -> None:
+    """Let the checks ask for variant `number` of the questions by hand; 0 is the story."""
+    if not isinstance(number, int) or isinstance(number, bool) or number < 0:
+        raise ValueError(f"a variant is a whole number from 0 on, not {number!r}")
+    SETTING.variant = number
+
+
+def seeded(seed: int) -> np.random.Generator:
+    """The random numbers of a check: the same for every reader, others when it grades."""
+    return np.random.default_rng([seed, SETTING.hidden] if SETTING.hidden else seed)
+
+
+def sizes(*visible: int) -> tuple[int, ...]:
+    """The sizes of blocks or pools that a check goes through; two more when it grades."""
+    if not SETTING.hidden:
+        return visible
+    others = [size for size in (3, 5, 6, 7, 9, 10, 12) if size not in visible]
+    return (*visible, *seeded(0).choice(others, 2, replace=False).tolist())
+
+
 class Wrong(Exception):
     """A wrong answer: what was seen and expected, a question that points at the idea, the state as a drawing."""
 

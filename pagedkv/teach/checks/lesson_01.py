@@ -5,7 +5,7 @@ from numbers import Real
 
 import numpy as np
 
-from ._core import Learner, Wrong, check, expect, same, show
+from ._core import Learner, Wrong, check, expect, same, seeded, show
 
 COURSE_MODEL = (4, 2, 32, 4)  # layers, KV heads, numbers a head, bytes a number
 LLAMA_3_8B = (32, 8, 128, 2)
@@ -46,7 +46,7 @@ def kv_bytes_per_token(learner: Learner) -> str:
     expect(learner, *OPT_13B, gives=819_200, about="OPT-13B, float16")
     half = (32, 4, 128, 2)
     expect(learner, *half, gives=65_536, question="what do half as many KV heads halve?")
-    random = np.random.default_rng(1)
+    random = seeded(1)
     for layers, heads, dim, itemsize in random.integers(1, 50, (20, 4)).tolist():
         expect(learner, layers, heads, dim, itemsize, gives=_bytes(layers, heads, dim, itemsize))
     return "Llama-3-8B leaves 131,072 bytes per token, OPT-13B 819,200, the course's model 2,048."
@@ -82,7 +82,7 @@ def waste(learner: Learner) -> str:
     _split(learner, 4, 10, 10, 16, about="the last token is written: now = final")
     _split(learner, 4, 6, 16, 16, about="it will become as long as allowed: final = maximum")
     _split(learner, 16, 16, 16, 16, about="a prompt that fills the reservation")
-    random = np.random.default_rng(2)
+    random = seeded(2)
     for lengths in np.sort(random.integers(1, 2049, (20, 4)), axis=1).tolist():
         _split(learner, *lengths)
     return "Used, reserved and internal always add up to the slots that the request holds."
@@ -141,7 +141,7 @@ def fits(learner: Learner) -> str:
     _admits(learner, [5], 64, 16, 4, "one request, an empty pool", "can more requests be in than there are?")
     _admits(learner, [4, 14, 4], 16, 16, 4, "a long one in the middle", order)
     _admits(learner, [], 32, 16, 4, "nobody came", "can more requests be in than there are?")
-    random = np.random.default_rng(3)
+    random = seeded(3)
     for _ in range(30):
         lengths = random.integers(1, 40, random.integers(1, 12)).tolist()
         slots, bs = int(random.integers(1, 200)), int(random.choice([1, 2, 4, 16]))

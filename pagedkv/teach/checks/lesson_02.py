@@ -8,7 +8,8 @@ import numpy as np
 
 from pagedkv.allocator import BlockAllocator, PoolExhausted
 
-from ._core import Learner, Wrong, _Raised, check, expect_refusal, same, show
+from .. import variants
+from ._core import SETTING, Learner, Wrong, _Raised, check, expect_refusal, same, seeded, show, sizes
 
 NUM_BLOCKS = 8
 NIGHT, DAY, MORROW = [0, 1, 2], [3, 4], [5, 6, 7]
@@ -41,25 +42,27 @@ class Pool:
 
 @check("the free list by hand", wants="value")
 def free_list(learner: Learner) -> str:
-    """The free list after `Good night` left the full pool, and after a refused request for four blocks."""
-    answer = learner.value
+    """The free list after texts left the full pool, and after a refused request (`Good night`, and four blocks)."""
+    case, answer = variants.free_list(SETTING.variant), learner.value
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise Wrong(f"answer is {show(answer)}; it takes two lists: (after night left, after the refusal).")
+        raise Wrong(f"answer is {show(answer)}; it takes two lists: (after (1), after the refusal).")
     left, refused = answer
     if not isinstance(left, list) or not isinstance(refused, list):
         raise Wrong(f"answer is {show(answer)}; write block ids, a list for each of the two moments.")
-    if not same(left, NIGHT):
-        if sorted(left, key=repr) == NIGHT:
-            question = "which of the three did night name first, and where does the next request take from?"
+    if not same(left, case.free):
+        who = " and ".join(case.leaving)
+        if sorted(left, key=repr) == sorted(case.free, key=repr):
+            question = f"which of its blocks did {case.leaving[-1]} name first, and where does the next request take from?"
         else:
-            question = "which boxes carried night's name, and who holds the other five?"
-        raise Wrong(f"After night left you have {show(left)}.", question)
-    if same(refused, []):
+            question = f"which boxes carried the name {who}, and who holds the others?"
+        raise Wrong(f"After {who} left you have {show(left)}.", question)
+    if len(refused) < len(case.free):
+        lost = len(case.free) - len(refused)
         raise Wrong(
-            "After the refusal you have [], so three blocks went to a request that was turned away.",
+            f"After the refusal you have {show(refused)}, so {lost} blocks went to a request that was turned away.",
             "who would ever give them back?",
         )
-    if not same(refused, NIGHT):
+    if not same(refused, case.free):
         raise Wrong(f"After the refusal you have {show(refused)}.", "what may a refusal change?")
     return "A refusal changes nothing."
 
@@ -123,8 +126,8 @@ def release(learner: Learner) -> str:
     _refuses(learner, pool, [8], "which blocks does a pool of eight have?")
     _releases(learner, pool, [], "what is there to do?")
 
-    rng = np.random.default_rng(2)
-    for num_blocks in (1, 2, 5, 16):
+    rng = seeded(2)
+    for num_blocks in sizes(1, 2, 5, 16):
         real = BlockAllocator(num_blocks)
         real.allocate(num_blocks)
         pool = Pool([], [True] * num_blocks)
@@ -207,7 +210,7 @@ def _said(names: set[str]) -> str:
 
 
 def _random_states() -> list[tuple]:
-    rng, states = np.random.default_rng(2), []
+    rng, states = seeded(2), []
     for _ in range(60):
         num_blocks = int(rng.integers(2, 10))
         order = rng.permutation(num_blocks).tolist()
@@ -451,12 +454,12 @@ def allocator(learner: Learner) -> str:
     _gives(pool, "release", [4, 3], expected=[4, 3], question="who is left?")
     _has(pool, [4, 3, 0, 1, 2], "the second reader left", "in which order did it give them back?")
 
-    steps = sum(_as_the_package(learner, num_blocks) for num_blocks in (1, 2, 5, 16))
+    steps = sum(_as_the_package(learner, num_blocks) for num_blocks in sizes(1, 2, 5, 16))
     return f"The story, and {steps} random steps as pagedkv.BlockAllocator takes them."
 
 
 def _as_the_package(learner: Learner, num_blocks: int, steps: int = 100) -> int:
-    rng, mine, real = np.random.default_rng(num_blocks), learner(num_blocks), BlockAllocator(num_blocks)
+    rng, mine, real = seeded(num_blocks), learner(num_blocks), BlockAllocator(num_blocks)
     for _ in range(steps):
         method = str(rng.choice(["allocate", "release", "share"]))
         if method == "allocate":

@@ -10,8 +10,8 @@ from pagedkv.allocator import BlockAllocator, PoolExhausted
 from pagedkv.block_table import BlockTables, slots_of
 from pagedkv.storage import KVStorage
 
-from .. import pages
-from ._core import Learner, Wrong, _Raised, check, expect, same, show
+from .. import pages, variants
+from ._core import SETTING, Learner, Wrong, _Raised, check, expect, same, seeded, show, sizes
 from .lesson_02 import DAY, MORROW, NIGHT, NUM_BLOCKS, Text
 
 BLOCK_SIZE = 4
@@ -31,29 +31,39 @@ def _edges(block_size: int) -> list[int]:
 
 @check("slots by hand", wants="value")
 def slots_by_hand(learner: Learner) -> str:
-    """The slots of positions 0, 4, 11 and 12 in the table [5, 6, 7, 0], blocks of 4."""
-    answer = learner.value
-    if not isinstance(answer, list | tuple | np.ndarray) or len(answer) != len(POSITIONS):
-        raise Wrong(f"answer is {show(answer)}; it takes four numbers, the slots of positions {POSITIONS}.")
-    drawing = Text("positions  0–3  4–7  8–11  12–15\nblock        5    6     7      0")
-    if same(answer, POSITIONS):
+    """The slots of some positions in a given table (of 0, 4, 11 and 12 in [5, 6, 7, 0], blocks of 4)."""
+    case, answer = variants.slots(SETTING.variant), learner.value
+    if not isinstance(answer, list | tuple | np.ndarray) or len(answer) != len(case.positions):
+        raise Wrong(
+            f"answer is {show(answer)}; it takes four numbers, the slots of positions {case.positions}."
+        )
+    drawing = _table_drawn(case.table, case.block_size)
+    if same(answer, case.positions):
         raise Wrong(
             "These are the positions themselves.",
-            "positions are counted from the beginning of the text: where in the memory does block 5 begin?",
+            "positions are counted from the beginning of the text: where in the memory does its first block begin?",
             drawing,
         )
-    if same(answer, TABLE):
-        raise Wrong("These are the blocks.", "how many slots lie before block 5?", drawing)
-    if same(answer, slots_of(sorted(TABLE), POSITIONS, BLOCK_SIZE)):
-        raise Wrong("These slots go through the blocks as 0, 5, 6, 7.", "what does entry 0 say?", drawing)
-    right = slots_of(TABLE, POSITIONS, BLOCK_SIZE).tolist()
-    for position, got, slot in zip(POSITIONS, answer, right, strict=True):
+    if same(answer, [case.table[position // case.block_size] for position in case.positions]):
+        raise Wrong("These are the blocks.", f"how many slots lie before block {case.table[0]}?", drawing)
+    if same(answer, slots_of(sorted(case.table), case.positions, case.block_size)):
+        order = ", ".join(map(str, sorted(case.table)))
+        raise Wrong(f"These slots go through the blocks as {order}.", "what does entry 0 say?", drawing)
+    for position, got, slot in zip(case.positions, answer, case.slots, strict=True):
         if not same(got, slot):
             question = (
                 "under which entry of the table is it, and how many letters of that block come before it?"
             )
             raise Wrong(f"Position {position}: you have slot {show(got)}.", question, drawing)
-    return "The text ends in slot 0, and its first letter is in slot 20."
+    return f"The text ends in slot {case.slots[-1]}, and its first letter is in slot {case.slots[0]}."
+
+
+def _table_drawn(table: list[int], block_size: int) -> Text:
+    """The positions of each entry above its block."""
+    spans = [f"{i * block_size}–{(i + 1) * block_size - 1}" for i in range(len(table))]
+    pairs = zip(spans, map(str, table), strict=True)
+    above, below = zip(*((span, block.rjust(len(span))) for span, block in pairs), strict=True)
+    return Text(f"positions  {'  '.join(above)}\nblock      {'  '.join(below)}")
 
 
 # ---- slots(table, positions, block_size)
@@ -78,8 +88,8 @@ def slots(learner: Learner) -> str:
         ([3, 1, 2], [0, 1, 2], 1, "the blocks hold one token: what is left of the offset?"),
         ([2, 0], [0, 15, 16, 31], 16, "which numbers change when a block holds 16?"),
     ]
-    rng = np.random.default_rng(3)
-    for block_size in BLOCK_SIZES:
+    rng = seeded(3)
+    for block_size in sizes(*BLOCK_SIZES):
         table = rng.permutation(9)[:5]
         positions = rng.integers(0, len(table) * block_size, 12)
         cases.append((table, positions, block_size, "does the size of a block stand wherever it should?"))
@@ -123,8 +133,8 @@ def read(learner: Learner) -> str:
     for length in (len(TEXT), 4, 1, 11):
         _reads_text(learner, letters, table, length)
 
-    rng, cases = np.random.default_rng(4), 0
-    for block_size in BLOCK_SIZES:
+    rng, cases = seeded(4), 0
+    for block_size in sizes(*BLOCK_SIZES):
         for length in _edges(block_size):
             needed = -(-length // block_size)
             table = rng.permutation(7)[:needed]
@@ -189,7 +199,7 @@ def new_blocks(learner: Learner) -> str:
         ((8, 129, 8), "how many blocks do 137 tokens need in all, and how many are there?"),
         ((1, 8, 1), "a block of one token: what does each token need?"),
     ]
-    for block_size in BLOCK_SIZES:
+    for block_size in sizes(*BLOCK_SIZES):
         lengths = _edges(block_size)
         question = "how many blocks before, how many after?"
         cases += [((length, more, block_size), question) for length in lengths for more in lengths]
@@ -212,7 +222,7 @@ class _Twin:
         self.pool, self.block_size = BlockAllocator(num_blocks), block_size
         self.mine = learner(self.pool, LAYERS, block_size, HEADS, HEAD_DIM)
         self.kv: dict[str, np.ndarray] = {}  # name -> [2, layers, length, heads, head_dim]
-        self.rng = np.random.default_rng(seed)
+        self.rng = seeded(seed)
 
     def add(self, name: str) -> None:
         self.mine.add(name)
@@ -337,7 +347,7 @@ def tables(learner: Learner) -> str:
     twin.append("day", 8)
     twin.look("day went on")
 
-    steps = sum(_random_steps(learner, block_size) for block_size in BLOCK_SIZES)
+    steps = sum(_random_steps(learner, block_size) for block_size in sizes(*BLOCK_SIZES))
     return f"The story, and {steps} random steps against plain lists."
 
 

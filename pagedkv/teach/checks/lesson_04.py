@@ -13,7 +13,7 @@ from pagedkv.block_table import slots_of
 from pagedkv.manager import BlockManager
 from pagedkv.teach import pages
 
-from ._core import Learner, Wrong, _Raised, call_text, check, expect_refusal, same, show
+from ._core import Learner, Wrong, _Raised, call_text, check, expect_refusal, same, seeded, show, sizes
 
 NIGHT, DAY = "Good night", "Good day"
 POSITION_10 = {"a": ",", "b": "!", "c": ".", "d": ";"}
@@ -228,8 +228,8 @@ def fork(learner: Learner) -> str:
                 _strip(pool),
             )
 
-    rng = np.random.default_rng(4)
-    for block_size in (1, 2, 4):
+    rng = seeded(4)
+    for block_size in sizes(1, 2, 4):
         for length in (0, 1, 3, 4, 5, 8):
             pool = _shared("Good night"[:length], "a", 16, block_size)
             names = ["a"]
@@ -308,8 +308,8 @@ def write(learner: Learner) -> str:
     _writes(learner, pool, texts, "b", "!", "the parent has left: who else reads block 2?")
 
     steps = 0
-    for block_size in (1, 2, 3, 4):
-        steps += _random_writes(learner, np.random.default_rng(block_size), block_size)
+    for block_size in sizes(1, 2, 3, 4):
+        steps += _random_writes(learner, seeded(block_size), block_size)
     return f"Copies 1, 1, 1, 0, two slots each; {steps} random steps agree."
 
 
@@ -413,7 +413,7 @@ def extend_all(learner: Learner) -> str:
     )
     _extends(learner, pool, texts, {"e": ","}, "one new block, one free")
 
-    steps = sum(_random_batches(learner, np.random.default_rng(n), n) for n in (1, 2, 3, 4))
+    steps = sum(_random_batches(learner, seeded(n), n) for n in sizes(1, 2, 3, 4))
     return f"The wall of the story, and {steps} random batches, refused and granted as pagedkv does it."
 
 
@@ -498,7 +498,7 @@ def drafts(learner: Learner) -> str:
     ]:
         _drafts(learner, _three_drafts(), parents, question)
 
-    rng, steps = np.random.default_rng(4), 40
+    rng, steps = seeded(4), 40
     for _ in range(steps):
         pool = _pool(24, int(rng.integers(1, 5)))
         size = int(rng.integers(1, 6))
@@ -681,12 +681,12 @@ def manager(learner: Learner) -> str:
     texts = {"a": "Good ", "b": "Good ", "c": "Goodb"}
     pool.agree(texts, 5, "reorder([0, 0, 1])", "is every table read before one is written?")
 
-    steps = sum(_as_the_package(learner, block_size) for block_size in (1, 2, 4))
+    steps = sum(_as_the_package(learner, block_size) for block_size in sizes(1, 2, 4))
     return f"The story, and {steps} random steps as pagedkv.BlockManager takes them."
 
 
 def _as_the_package(learner: Learner, block_size: int, steps: int = 80) -> int:
-    rng = np.random.default_rng(block_size)
+    rng = seeded(block_size)
     mine = _Driver(learner(12, block_size), 12, block_size)
     real = _Driver(BlockManager(12, block_size), 12, block_size)
     texts: dict[str, str] = {}

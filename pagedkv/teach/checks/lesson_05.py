@@ -10,7 +10,7 @@ from pagedkv import attention
 from pagedkv.decode import AttentionPlan
 from pagedkv.storage import KVStorage
 
-from ._core import Learner, Wrong, check, show
+from ._core import Learner, Wrong, check, seeded, show, sizes
 
 NIGHT, DAY, MORROW = [6, 1, 3], [0, 5], [7, 2, 4]
 STORY_TABLES, STORY_LENGTHS = np.array([NIGHT, [*DAY, -1], MORROW]), np.array([10, 8, 11])
@@ -71,8 +71,8 @@ def attend_one(learner: Learner) -> str:
         got = _numbers(learner(np.ones(1), K, V, NIGHT, 10), (1,), said)
         if not _near(got, 5.5):
             raise Wrong(f"{said} gave {show(got)}, expected [5.5].", _story_question(got[0]))
-    rng, cases = np.random.default_rng(5), 0
-    for block_size in (1, 2, 4, 16):
+    rng, cases = seeded(5), 0
+    for block_size in sizes(1, 2, 4, 16):
         for length in sorted({1, block_size - 1, block_size, block_size + 1, 2 * block_size + 1} - {0}):
             for times in (1, 2000):  # exp of such scores overflows
                 d = int(rng.integers(2, 6))
@@ -139,7 +139,7 @@ def merge(learner: Learner) -> str:
         ),
     ]:
         _merges(learner, case, out, lse, said)
-    rng = np.random.default_rng(6)
+    rng = seeded(6)
     for _ in range(20):
         heads, length, d = 3, int(rng.integers(2, 12)), 4
         scores, v = rng.normal(size=(heads, length)) * 5, rng.normal(size=(length, d))
@@ -208,7 +208,7 @@ def gqa(learner: Learner) -> str:
         reads = show(np.round(got[:, 0], 3))
         question = "which query heads share KV head 0: neighbours, or every second one?"
         raise Wrong(f"{said} read {reads}, expected [0, 0, 1, 1].", question)
-    rng, cases = np.random.default_rng(7), 0
+    rng, cases = seeded(7), 0
     for heads, kv_heads in [(1, 1), (4, 4), (4, 2), (4, 1), (6, 3), (6, 2)]:
         for length in (1, 4, 9):
             q, K, V = (rng.normal(size=s) for s in ((heads, 5), (length, kv_heads, 5), (length, kv_heads, 5)))
@@ -241,9 +241,9 @@ def gqa(learner: Learner) -> str:
 @check("attend_batch", own=(attention.paged_attention,), forbidden=ALL)
 def attend_batch(learner: Learner) -> str:
     """`attend_batch(q, K, V, tables, lengths)`: a ragged batch over pages, each row as if it were alone."""
-    rng = np.random.default_rng(8)
+    rng = seeded(8)
     batches = [(STORY_LENGTHS.tolist(), 4, 1, 1), (LENGTHS[1:], 4, 2, 1), (LENGTHS, 4, 4, 2)]
-    for block_size in (1, 2, 4, 16):
+    for block_size in sizes(1, 2, 4, 16):
         edges = [1, 0, block_size - 1, 2 * block_size, block_size + 1, 2 * block_size - 1, block_size]
         batches.append((edges, block_size, 4, int(rng.choice([1, 2, 4]))))
     for lengths, block_size, heads, kv_heads in batches:
@@ -315,9 +315,9 @@ class _Counting(KVStorage):
 @check("plan", own=(AttentionPlan,), wants="class")
 def plan(learner: Learner) -> str:
     """`MyPlan(tables, lengths, block_size)` and `.run(layer, q, storage)`, as gathered in lesson 05."""
-    rng, runs = np.random.default_rng(9), 0
+    rng, runs = seeded(9), 0
     cases = [(STORY_TABLES, STORY_LENGTHS, 4, 2, 1)]
-    for block_size in (1, 2, 4, 16):
+    for block_size in sizes(1, 2, 4, 16):
         lengths = [2 * block_size, 0, 1, block_size - 1, block_size, block_size + 1]
         q, _, _, tables, lengths, _ = _batch(rng, lengths, block_size, 4, 2)
         cases.append((tables, lengths, block_size, 4, int(rng.choice([1, 2, 4]))))

@@ -9,9 +9,9 @@ from pagedkv.attention import softmax
 from pagedkv.cache import PagedKVCache
 from pagedkv.lm import Llama
 from pagedkv.lm.generate import beam_search, best, keep_top_p
-from pagedkv.teach import story
+from pagedkv.teach import story, variants
 
-from ._core import Learner, Wrong, check, show
+from ._core import SETTING, Learner, Wrong, check, seeded, show
 
 TOLERANCE = 1e-4  # of logits: float32 computed in another order
 
@@ -160,7 +160,7 @@ def top_p(learner: Learner) -> str:
     _keeps(learner, [0.5, 0.25, 0.125, 0.125], 0.5, np.array([1.0, 0, 0, 0]), one)
     _keeps(learner, [0.25, 0.125, 0.5, 0.125], 0.75, np.array([1 / 3, 0, 2 / 3, 0]), order)
     _keeps(learner, BY_HAND, 1.0, np.array(BY_HAND), "p is 1: may anybody be left out?")
-    rng = np.random.default_rng(6)
+    rng = seeded(6)
     for _ in range(40):
         row, p = rng.dirichlet(np.full(65, 0.2)), float(rng.uniform(0.01, 0.99))
         _keeps(learner, row.tolist(), p, keep_top_p(row, p), crossing)
@@ -172,27 +172,29 @@ def top_p(learner: Learner) -> str:
 
 @check("blocks by hand", wants="value")
 def shared_blocks(learner: Learner) -> str:
-    """Blocks of four answers of 40 tokens to a forked prompt of 10, in blocks of 4 and of 16."""
-    answer = learner.value
+    """Blocks of answers to a forked prompt, in blocks of two sizes (four of 40 tokens to 10, blocks of 4 and 16)."""
+    case, answer = variants.shared_blocks(SETTING.variant), learner.value
     if not isinstance(answer, tuple | list) or len(answer) != 2:
-        raise Wrong(f"answer is {show(answer)}; it takes two numbers: (in blocks of 4, in blocks of 16).")
-    for given, size in zip(answer, (4, 16), strict=True):
-        unshared, shared = story.ANSWER_BLOCKS[size]
+        wants = " and ".join(f"in blocks of {size}" for size in case.sizes)
+        raise Wrong(f"answer is {show(answer)}; it takes two numbers: {wants}.")
+    for given, size in zip(answer, case.sizes, strict=True):
+        unshared, shared = case.blocks(size)
         if given == shared and not isinstance(given, bool):
             continue
-        rounded_up = unshared - 3 * -(-10 // size)
+        rounded_up = unshared - (case.answers - 1) * -(-case.prompt // size)
         if given == unshared:
-            question = "which blocks hold the same ten letters for all four, to the end?"
+            question = "which blocks hold the prompt's letters for all of them, to the end?"
         elif given == rounded_up:
             question = "the prompt's last block is not full: who writes into it next, and what happens then?"
-        elif given == 4 * -(-40 // size):
+        elif given == case.answers * -(-case.length // size):
             question = "how long is a text, its prompt included?"
         else:
-            question = (
-                "how many blocks has one answer of 50 tokens, and how many of these are full of the prompt?"
-            )
+            whole = f"one answer of {case.prompt + case.length} tokens"
+            question = f"how many blocks has {whole}, and how many of these are full of the prompt?"
         raise Wrong(f"You say {show(given)} in blocks of {size}.", question)
-    return "52 and 16 without sharing: blocks of 4 save six, blocks of 16 save none."
+    (small, saved), (large, saved_too) = ((n, case.blocks(n)[0] - case.blocks(n)[1]) for n in case.sizes)
+    before = " and ".join(str(case.blocks(n)[0]) for n in case.sizes)
+    return f"{before} without sharing: blocks of {small} save {saved}, blocks of {large} save {saved_too or 'none'}."
 
 
 # ---- beam_step(cache, seq_ids, texts, scores, logits, width)
@@ -330,7 +332,7 @@ def beam_step(learner: Learner) -> str:
     _search(learner, prompt, 4, [2, 2, 2, 2], two)
     swaps = [log([[0.5, 0.3, 0.2]]), log([[0.34, 0.33, 0.33], [0.02, 0.96, 0.02], [0.9, 0.05, 0.05]])]
     _search(learner, prompt, 4, [3, 3], swaps)
-    rng, steps = np.random.default_rng(6), 0
+    rng, steps = seeded(6), 0
     for width in (1, 2, 3, 5):
         for block_size in (1, 4, 16):
             all_logits = [rng.normal(size=(width if i else 1, 8)) * 3 + rng.normal() for i in range(8)]

@@ -310,8 +310,8 @@ class NegativeSlices(Allocator):
 
 BUGS = [
     ("free_list", "three handed out", ([0, 1, 2], []), "went to a request that was turned away"),
-    ("free_list", "reversed", ([2, 1, 0], [2, 1, 0]), "which of the three did night name first"),
-    ("free_list", "day's blocks too", ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]), "who holds the other five"),
+    ("free_list", "reversed", ([2, 1, 0], [2, 1, 0]), "did night name first"),
+    ("free_list", "day's blocks too", ([0, 1, 2, 3, 4], [0, 1, 2, 3, 4]), "who holds the others"),
     ("free_list", "refusal lengthens the pool", ([0, 1, 2], [0, 1, 2, 8]), "what may a refusal change"),
     ("free_list", "numbers", (3, 3), "a list for each of the two moments"),
     ("release", "clamps at 0", clamps, "was accepted"),

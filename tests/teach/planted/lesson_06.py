@@ -225,7 +225,7 @@ BUGS = [
     ("top_p", "left in sorted order", left_sorted, "where does each go back to"),
     ("top_p", "only the kept ones", only_the_kept, "one probability per token"),
     ("top_p", "in place", in_place, "changed its arguments"),
-    ("shared_blocks", "prompt counted per answer", (52, 16), "hold the same ten letters for all four"),
+    ("shared_blocks", "prompt counted per answer", (52, 16), "hold the prompt's letters for all of them"),
     ("shared_blocks", "share rounded up", (43, 13), "who writes into it next"),
     ("shared_blocks", "share rounded up in the large blocks", (46, 13), "who writes into it next"),
     ("shared_blocks", "prompt forgotten", (40, 12), "its prompt included"),
