@@ -1,0 +1,518 @@
+"""Who computes in the next step, who waits, and who has to give way when the pool is full."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..allocator import Observed, Observer, PoolExhausted, whole_number
+from ..block_table import NOTHING, SeqId
+from ..cache import PagedKVCache
+from ..manager import BlockManager, Reservation
+from .request import Request, SequenceGroup
+
+PREEMPTIONS = ("recompute", "swap")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """One request's part of a step: the next tokens of each of its active sequences."""
+
+    request_id: SeqId
+    seq_ids: tuple[SeqId, ...]
+    start: int  # position of the first token, the same in each sequence
+    num_tokens: int  # per sequence
+    decode: bool  # one token, chosen in the step before; otherwise a piece of a prompt
+    samples: bool  # the last token's logits choose the next
+    recomputed: int  # tokens per sequence that had been computed before a preemption
+
+
+@dataclass(frozen=True)
+class Step:
+    """What one run of the model computes. Its blocks are reserved; `advance` says that it was run."""
+
+    chunks: tuple[Chunk, ...]
+    reservations: tuple[Reservation, ...]
+    admitted: tuple[SeqId, ...]  # requests that began or went on after a preemption
+    preempted: tuple[SeqId, ...]
+    repeat: int = 1  # decode steps in a row, all alike: see Scheduler.repeat
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Tokens of prompts, and of texts that are computed again."""
+        return sum(len(chunk.seq_ids) * chunk.num_tokens for chunk in self.chunks if not chunk.decode)
+
+    @property
+    def decode_tokens(self) -> int:
+        """Tokens that were chosen in the step before; in each of its repeats."""
+        return sum(len(chunk.seq_ids) for chunk in self.chunks if chunk.decode)
+
+    @property
+    def recomputed_tokens(self) -> int:
+        """Tokens that a preemption made necessary once more."""
+        return sum(len(chunk.seq_ids) * chunk.recomputed for chunk in self.chunks)
+
+    @property
+    def reservation(self) -> Reservation:
+        """The slots of all chunks, one after the other."""
+        parts = self.reservations
+        ids = tuple(seq_id for part in parts for seq_id in part.seq_ids)
+        names = ("start", "counts", "slots", "copies", "versions")
+        return Reservation(ids, *(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+class Scheduler(Observed):
+    """Continuous batching, first come first served, over a manager or a cache (Kwon et al. 2023, section 4.5).
+
+    The running requests are always the oldest ones: only the head of the queue is admitted, and whoever must
+    give way is the last that arrived, who then heads the queue. So the oldest request advances in every step,
+    and no two requests can preempt each other for ever. Blocks are reserved by `schedule`; a step must be
+    advanced before the next is scheduled.
+
+    Args: pool: a BlockManager, or a PagedKVCache whose copies are then made too; max_batch: sequences that
+        run at once; token_budget: tokens of one step; chunk: the most of them that one prompt gets;
+        watermark: share of the pool that an admission leaves free, so that the next tokens of the others
+        find room; preemption: "recompute", or "swap" to `host`, another manager or cache, and recompute
+        when it is full.
+    Raises: ValueError for numbers out of range and a host that does not fit the pool.
+    """
+
+    def __init__(
+        self,
+        pool: BlockManager | PagedKVCache,
+        *,
+        max_batch: int = 256,
+        token_budget: int = 2048,
+        chunk: int | None = None,
+        watermark: float = 0.01,
+        preemption: str = "recompute",
+        host: BlockManager | PagedKVCache | None = None,
+        observers: Iterable[Observer] = (),
+    ):
+        super().__init__(observers)
+        if preemption not in PREEMPTIONS:
+            raise ValueError(f"preemption must be one of {PREEMPTIONS}, got {preemption!r}")
+        if (preemption == "swap") != (host is not None):
+            raise ValueError('preemption="swap" needs a host pool, and only it has one')
+        if host is not None and (
+            isinstance(host, PagedKVCache) != isinstance(pool, PagedKVCache)
+            or host.block_size != pool.block_size
+        ):
+            raise ValueError(f"the host must be of the pool's kind, with blocks of {pool.block_size}")
+        if not 0 <= watermark < 1:
+            raise ValueError(f"watermark must be at least 0 and below 1, got {watermark!r}")
+        self.pool, self.host = pool, host
+        self.max_batch = whole_number("max_batch", max_batch, minimum=1)
+        self.token_budget = whole_number("token_budget", token_budget, minimum=1)
+        self.chunk = self.token_budget if chunk is None else whole_number("chunk", chunk, minimum=1)
+        self.watermark = int(watermark * pool.num_blocks)  # in blocks
+        self.running: list[SequenceGroup] = []  # oldest first
+        self.waiting: deque[SequenceGroup] = deque()  # oldest first; swapped ones among them
+        self._groups: dict[SeqId, SequenceGroup] = {}  # by request
+        self._step: Step | None = None  # scheduled, not yet advanced
+        self._aborted: set[SeqId] = set()  # meanwhile
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that run or wait."""
+        return len(self._groups)
+
+    @property
+    def swapped(self) -> list[SequenceGroup]:
+        """Those of the waiting whose blocks are in the host pool."""
+        return [group for group in self.waiting if group.place == "swapped"]
+
+    # Requests come and go
+
+    def add(self, request: Request) -> SequenceGroup:
+        """Put a request at the end of the queue.
+
+        Returns: its group, which tells how far it has come.
+        Raises: ValueError if its name is in use, or if it could not be computed even alone.
+        """
+        started = self._clock()
+        group = SequenceGroup(request)
+        self.check_fits(request)
+        if request.id in self._groups:
+            raise ValueError(f"request {request.id!r} exists already")
+        for seq_id in group.seq_ids:
+            if self._is_registered(seq_id):
+                raise ValueError(f"sequence {seq_id!r} exists already")
+        self._groups[request.id] = group
+        self.waiting.append(group)
+        self._tell("arrive", started, (request.id,), waiting=len(self.waiting))
+        return group
+
+    def abort(self, request_id: SeqId) -> None:
+        """Forget a request, at any time; of a step that is being computed it leaves at `advance`.
+
+        Raises: KeyError if it is not known, or has finished.
+        """
+        started = self._clock()
+        group = self._groups.get(request_id)
+        if group is None or request_id in self._aborted:
+            raise KeyError(f"there is no request {request_id!r}")
+        if self._step is not None and group.place == "running":
+            self._aborted.add(request_id)
+        else:
+            self._leave(group)
+        self._tell("abort", started, (request_id,), free=self.pool.num_free)
+
+    # A step
+
+    def schedule(self) -> Step:
+        """Choose what the next step computes, and reserve its blocks.
+
+        First the running requests get their next tokens, for which the last that arrived may have to give way;
+        then, unless one had to, requests are admitted from the head of the queue.
+
+        Returns: the Step, without chunks if there is no request.
+        Raises: PoolExhausted if nothing can run because others hold the blocks; ValueError if the last step was
+            not advanced. Nothing is changed.
+        """
+        started = self._clock()
+        if self._step is not None:
+            raise ValueError("the last step has not been advanced yet")
+        shares = self._share_budget()
+        preempted = self._make_room(shares)
+        reservations = [self._extend(shares)] if shares else []
+        chunks = [self._chunk(group, n) for group, n in shares.items()]
+        admitted = []
+        if not preempted:
+            for group, n, reservation in self._admit(self.token_budget - _total(shares)):
+                reservations.append(reservation)
+                chunks.append(self._chunk(group, n))
+                admitted.append(group.request.id)
+        names = tuple(group.request.id for group in preempted)
+        self._step = Step(tuple(chunks), tuple(reservations), tuple(admitted), names)
+        self._tell(
+            "schedule",
+            started,
+            tuple(chunk.request_id for chunk in chunks),
+            prefill=self._step.prefill_tokens,
+            decode=self._step.decode_tokens,
+            recomputed=self._step.recomputed_tokens,
+            running=len(self.running),
+            waiting=len(self.waiting),
+            free=self.pool.num_free,
+        )
+        return self._step
+
+    def repeat(self, step: Step, times: int) -> Step:
+        """Let a step that only decodes stand for several in a row, while all would be alike.
+
+        For simulations, which need no tokens: nobody finishes, is admitted or has to give way in between.
+
+        Args: step: what `schedule` returned last; times: how many steps at most.
+        Returns: the Step to advance in its place; the blocks of all of its repeats are reserved.
+        Raises: ValueError if it is not the step that was scheduled last.
+        """
+        self._check_current(step)
+        whole_number("times", times, minimum=1)
+        if step.admitted or not all(chunk.decode for chunk in step.chunks):
+            return step
+        groups = [self._groups[chunk.request_id] for chunk in step.chunks]
+        extra = min([times, *(group.request.max_new_tokens - group.written for group in groups)]) - 1
+        while extra > 0:
+            shares = dict.fromkeys(groups, extra)
+            if self.pool.blocks_needed(*_flat(shares)) <= self.pool.num_free:
+                self._extend(shares)
+                break
+            extra //= 2
+        self._step = replace(step, repeat=1 + extra)
+        return self._step
+
+    def advance(
+        self,
+        step: Step,
+        tokens: Mapping[SeqId, Sequence[int]] | None = None,
+        *,
+        parents: Mapping[SeqId, Sequence[int]] | None = None,
+        stop: Iterable[SeqId] = (),
+    ) -> list[SequenceGroup]:
+        """Say that a step was computed, and which tokens were chosen.
+
+        Args: step: what `schedule` returned last; tokens: for each request whose chunk `samples`, a token per
+            sequence; None in a simulation; parents: of beams, the row that each continues; stop: sequences
+            that end here.
+        Returns: the groups that have finished; they hold no blocks any more.
+        Raises: ValueError for another step and for tokens that are missing or too many; nothing is changed.
+        """
+        self._check_current(step)
+        self._check_tokens(step, tokens)
+        self._step = None
+        self._commit(step)
+        finished = []
+        for chunk in step.chunks:
+            group = self._groups[chunk.request_id]
+            if chunk.request_id in self._aborted:
+                self._leave(group)
+                continue
+            self._write(group, chunk, step.repeat, tokens, parents)
+            self._end(group, set(stop).intersection(group.seq_ids))
+            if group.place == "done":
+                finished.append(group)
+        for request_id in self._aborted & self._groups.keys():  # ran, but had no chunk in this step
+            self._leave(self._groups[request_id])
+        self._aborted.clear()
+        return finished
+
+    def cancel(self, step: Step) -> None:
+        """Take back a step that could not be computed: its tokens are pending again.
+
+        Raises: ValueError if it is not the step that was scheduled last.
+        """
+        self._check_current(step)
+        for chunk in step.chunks:
+            group = self._groups[chunk.request_id]
+            for seq_id in chunk.seq_ids:
+                self.pool.truncate(seq_id, chunk.start)
+            group.computed = chunk.start
+        self._step = None
+        for request_id in self._aborted:
+            self._leave(self._groups[request_id])
+        self._aborted.clear()
+
+    # Who computes how much
+
+    def _share_budget(self) -> dict[SequenceGroup, int]:
+        """Tokens per sequence for the running groups, oldest first, until the budget is spent."""
+        shares, left = {}, self.token_budget
+        for group in self.running:
+            width = len(group.active)
+            n = min(group.pending, self.chunk, left // width)
+            if n > 0:
+                shares[group] = n
+                left -= n * width
+        return shares
+
+    def _make_room(self, shares: dict[SequenceGroup, int]) -> list[SequenceGroup]:
+        """Preempt, last arrived first, until the shares find enough blocks. They leave `shares` too."""
+        preempted = []
+        while shares and self.pool.blocks_needed(*_flat(shares)) > self.pool.num_free:
+            victim = self.running[-1]
+            shares.pop(victim, None)
+            self._preempt(victim)
+            preempted.append(victim)
+        return preempted
+
+    def _admit(self, budget: int) -> Iterable[tuple[SequenceGroup, int, Reservation]]:
+        """Let groups in from the head of the queue, until one does not fit: nobody overtakes it."""
+        rows = sum(len(group.seq_ids) for group in self.running)
+        while self.waiting and budget > 0:
+            group = self.waiting[0]
+            rows += len(group.seq_ids)
+            if rows > self.max_batch:
+                break
+            admit = self._swap_in if group.place == "swapped" else self._begin
+            admitted = admit(group, budget)
+            if admitted is None:
+                break
+            budget -= admitted[0] * len(group.active)
+            yield group, *admitted
+
+    def _begin(self, group: SequenceGroup, budget: int) -> tuple[int, Reservation] | None:
+        """Admit a group that has nothing in the pool. Its whole prompt must fit, though a chunk is computed."""
+        started = self._clock()
+        (seq_id,) = group.active
+        if not self._is_registered(seq_id):
+            self._register(group, seq_id)
+        hit = 0
+        n = min(group.pending - hit, self.chunk, budget)
+        if not self._has_room(self.pool.blocks_needed(seq_id, group.pending - hit)):
+            return None
+        reservation = self.pool.extend(seq_id, n)
+        group.computed = hit + n
+        if group.preemptions == 0:
+            group.hits = hit
+        self._let_run(group, started, hit=hit)
+        return n, reservation
+
+    def _swap_in(self, group: SequenceGroup, budget: int) -> tuple[int, Reservation] | None:
+        """Admit a group whose blocks are in the host pool: they come back, and it goes on where it was."""
+        started = self._clock()
+        ids = group.seq_ids if group.forked else group.active
+        n = min(group.pending, self.chunk, budget // len(ids))
+        blocks = _blocks_of(self.host, ids)
+        if n == 0 or not self._has_room(blocks + self.host.blocks_needed(ids, n)):
+            return None
+        _move(self.host, self.pool, ids)
+        reservation = self.pool.extend(ids, n)
+        group.computed += n
+        self._let_run(group, started, swapped_in=blocks)
+        return n, reservation
+
+    def _has_room(self, blocks: int) -> bool:
+        """Whether an admission may take so many. The watermark protects those that run; alone, there are none."""
+        free = self.pool.num_free
+        if blocks <= free - (self.watermark if self.running else 0):
+            return True
+        if not self.running:
+            raise PoolExhausted(blocks, free)  # add saw to it that it fits: the blocks are in other hands
+        return False
+
+    def _let_run(self, group: SequenceGroup, started: float, **counts: int) -> None:
+        self.waiting.popleft()
+        self.running.append(group)
+        group.place = "running"
+        self._tell("admit", started, (group.request.id,), free=self.pool.num_free, **counts)
+
+    def _preempt(self, group: SequenceGroup) -> None:
+        """Put a running group back to the head of the queue, its blocks to the host pool or to nowhere."""
+        started = self._clock()
+        before = self.pool.num_free
+        self.running.remove(group)
+        self.waiting.appendleft(group)
+        group.preemptions += 1
+        if self._swap_out(group):
+            group.place = "swapped"
+        else:
+            self.pool.free(group.active)
+            group.forget()
+            group.place = "waiting"
+        swapped = int(group.place == "swapped")
+        freed = self.pool.num_free - before
+        self._tell("preempt", started, (group.request.id,), swapped=swapped, freed=freed)
+
+    def _swap_out(self, group: SequenceGroup) -> bool:
+        if self.host is None or _blocks_of(self.pool, group.active) > self.host.num_free:
+            return False
+        _move(self.pool, self.host, group.active)
+        return True
+
+    # What a step changes
+
+    def _extend(self, shares: Mapping[SequenceGroup, int]) -> Reservation:
+        for group, n in shares.items():
+            group.computed += n
+        return self.pool.extend(*_flat(shares))
+
+    def _chunk(self, group: SequenceGroup, n: int) -> Chunk:
+        """The part of a group that has just been extended by `n` tokens."""
+        start = group.computed - n
+        return Chunk(
+            group.request.id,
+            tuple(group.active),
+            start,
+            n,
+            decode=group.written > 0 and group.forked and n == 1 and group.pending == 0,
+            samples=group.pending == 0 and (group.forked or group.written == 0),
+            recomputed=max(0, min(group.computed, group.lost) - start),
+        )
+
+    def _write(self, group: SequenceGroup, chunk: Chunk, repeat: int, tokens, parents) -> None:
+        """Take over the tokens that were chosen; fork when the prompt is done."""
+        ids = group.seq_ids
+        if not group.forked and group.pending == 0:
+            self.pool.fork(ids[0], ids[1:])
+            group.forked = True
+        if not chunk.samples:
+            return
+        rows = None if parents is None else parents.get(chunk.request_id)
+        if rows is not None and len(chunk.seq_ids) > 1:
+            self.pool.reorder(ids, rows)
+            before = [group.texts[seq_id] for seq_id in ids]
+            group.texts.update({ids[i]: list(before[row]) for i, row in enumerate(rows)})
+        if tokens is not None:
+            for seq_id, token in zip(ids, tokens[chunk.request_id], strict=True):
+                group.texts.setdefault(seq_id, []).append(int(token))
+        group.written += repeat
+
+    def _end(self, group: SequenceGroup, stopped: set[SeqId]) -> None:
+        """Free the sequences of a group that have ended; the group leaves with the last of them."""
+        if group.written == group.request.max_new_tokens or stopped.issuperset(group.seq_ids):
+            self._finish(group)
+        elif stopped:
+            self.pool.free([seq_id for seq_id in group.seq_ids if seq_id in stopped])
+            group.seq_ids = [seq_id for seq_id in group.seq_ids if seq_id not in stopped]
+
+    def _finish(self, group: SequenceGroup) -> None:
+        started = self._clock()
+        self._leave(group)
+        names = {"written": group.written, "preemptions": group.preemptions, "free": self.pool.num_free}
+        self._tell("finish", started, (group.request.id,), **names)
+
+    def _leave(self, group: SequenceGroup) -> None:
+        """Free whatever a group holds, wherever it is, and forget it."""
+        if group.place == "running":
+            self.running.remove(group)
+            self.pool.free(group.active)
+        else:
+            self.waiting.remove(group)
+            if group.place == "swapped":
+                self.host.free(group.active)
+            elif self._is_registered(group.active[0]):
+                self.pool.free(group.active)
+        group.place = "done"
+        del self._groups[group.request.id]
+
+    def _commit(self, step: Step) -> None:
+        pass
+
+    # The pool
+
+    def _register(self, group: SequenceGroup, seq_id: SeqId) -> None:
+        self.pool.add(seq_id)
+
+    def _is_registered(self, seq_id: SeqId) -> bool:
+        try:
+            self.pool.length(seq_id)
+        except KeyError:
+            return False
+        return True
+
+    def check_fits(self, request: Request) -> None:
+        """A request that would not fit an empty pool would wait for ever, and everyone behind it."""
+        name, manager = request.id, getattr(self.pool, "manager", self.pool)
+        needed, limit = request.most_blocks(manager.block_size), manager.tables.max_length
+        if needed > manager.num_blocks:
+            raise ValueError(
+                f"request {name!r} needs up to {needed} blocks, the pool has {manager.num_blocks}"
+            )
+        if limit is not None and request.most_tokens > limit:
+            raise ValueError(f"request {name!r} needs {request.most_tokens} positions, max_length is {limit}")
+        most = min(self.max_batch, self.token_budget, self.chunk * request.width)
+        if request.width > most:
+            raise ValueError(
+                f"request {name!r} writes {request.width} texts side by side, a step takes {most}"
+            )
+
+    def _check_current(self, step: Step) -> None:
+        if step is None or step is not self._step:
+            raise ValueError("this is not the step that was scheduled last, or it has been advanced")
+
+    def _check_tokens(self, step: Step, tokens: Mapping[SeqId, Sequence[int]] | None) -> None:
+        if tokens is None:
+            return
+        for chunk in step.chunks:
+            wanted = len(self._groups[chunk.request_id].seq_ids) if chunk.samples else 0
+            given = len(tokens.get(chunk.request_id, ()))
+            if given != wanted and chunk.request_id not in self._aborted:
+                raise ValueError(f"request {chunk.request_id!r} needs {wanted} tokens, got {given}")
+
+
+def _flat(shares: Mapping[SequenceGroup, int]) -> tuple[list[SeqId], list[int]]:
+    """Shares as the manager wants them: ids of sequences, and tokens for each."""
+    ids = [seq_id for group in shares for seq_id in group.active]
+    return ids, [n for group, n in shares.items() for _ in group.active]
+
+
+def _total(shares: Mapping[SequenceGroup, int]) -> int:
+    return sum(n * len(group.active) for group, n in shares.items())
+
+
+def _blocks_of(pool: BlockManager | PagedKVCache, seq_ids: list[SeqId]) -> int:
+    """Different blocks that sequences hold."""
+    blocks = pool.block_tables(seq_ids)
+    return len(np.unique(blocks[blocks != NOTHING]))
+
+
+def _move(source: BlockManager | PagedKVCache, target: BlockManager | PagedKVCache, ids: list[SeqId]) -> None:
+    """Swap sequences from one pool to another (section 4.5)."""
+    snapshot = source.snapshot(ids)
+    if isinstance(target, PagedKVCache):
+        target.restore(snapshot, source)
+    else:
+        target.restore(snapshot)
+    source.free(ids)
