@@ -1,7 +1,18 @@
 """Many requests over one pool: who runs, who waits, who gives way (lesson 08), and what a trace would need."""
 
+from .engine import Engine
 from .request import Request, SequenceGroup
 from .scheduler import Chunk, Scheduler, Step
 from .simulate import Result, StepTime, simulate
 
-__all__ = ["Request", "SequenceGroup", "Scheduler", "Step", "Chunk", "simulate", "StepTime", "Result"]
+__all__ = [
+    "Request",
+    "SequenceGroup",
+    "Scheduler",
+    "Step",
+    "Chunk",
+    "Engine",
+    "simulate",
+    "StepTime",
+    "Result",
+]

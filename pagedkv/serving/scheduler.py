@@ -274,6 +274,11 @@ class Scheduler(Observed):
             self._leave(self._groups[request_id])
         self._aborted.clear()
 
+    def tokens(self, chunk: Chunk) -> np.ndarray:
+        """The tokens that a chunk computes, sequence after sequence: int64 [num_tokens of all of them]."""
+        group, stop = self._groups[chunk.request_id], chunk.start + chunk.num_tokens
+        return np.concatenate([group.tokens(seq_id, chunk.start, stop) for seq_id in chunk.seq_ids])
+
     # Who computes how much
 
     def _share_budget(self) -> dict[SequenceGroup, int]:
