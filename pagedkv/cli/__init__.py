@@ -4,10 +4,10 @@ import os
 import sys
 
 from .. import __version__
-from . import generate, lab
+from . import bench, generate, lab, student
 from .common import FAILED, Parser
 
-COMMANDS = (lab, generate)
+COMMANDS = (lab, generate, bench, student)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,10 +12,15 @@ from .common import FAILED, complain
 
 def add(commands) -> None:
     parser = commands.add_parser(
-        "lab", help="open the course in JupyterLab", description="Opens the course in JupyterLab."
+        "lab",
+        help="open the course in JupyterLab",
+        description="Opens the course in JupyterLab: the copies without solutions, if there are any.",
     )
     parser.add_argument(
         "--folder", type=Path, metavar="DIR", help="where the lessons are (default: the checkout's notebooks)"
+    )
+    parser.add_argument(
+        "--solutions", action="store_true", help="open the lessons themselves, with outputs and solutions"
     )
     parser.set_defaults(run=run)
 
@@ -29,11 +34,14 @@ def run(options: argparse.Namespace) -> int:
         )
     if importlib.util.find_spec("jupyterlab") is None:
         return complain("lab", 'JupyterLab is not installed: pip install "pagedkv[course]"', FAILED)
-    start = folder / "00_start_here.ipynb"
-    root = ["--allow-root"] if getattr(os, "geteuid", lambda: 1)() == 0 else []  # as in a container
-    return subprocess.call(
-        [sys.executable, "-m", "jupyterlab", *root, str(start if start.exists() else folder)]
-    )
+    places = [folder] if options.solutions else [folder / "exercises", folder]
+    starts = [place / "00_start_here.ipynb" for place in places]
+    start = next((path for path in starts if path.exists()), folder)
+    root = (
+        [f"--ServerApp.root_dir={folder}"] if start.parent.parent == folder else []
+    )  # the lessons stay in sight
+    root += ["--allow-root"] if getattr(os, "geteuid", lambda: 1)() == 0 else []  # as in a container
+    return subprocess.call([sys.executable, "-m", "jupyterlab", *root, str(start)])
 
 
 def lessons_folder() -> Path | None:

@@ -8,6 +8,8 @@ the text and HTML that it gives beside its live view; nbval compares those two a
 Two kinds of output may differ although nothing changed: pictures (another matplotlib draws other pixels) and
 cells tagged `nbval-ignore-output` (timings). They are kept as they are stored while the cell's code and its other
 outputs are the same; `--fresh` renews them.
+
+The copies without solutions in notebooks/exercises/ are written last.
 """
 
 from __future__ import annotations
@@ -383,7 +385,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         changed += [path] * differs
         print(f"{seconds:5.1f} s  {'changed' if differs else 'same'}", flush=True)
     if (root / "notebooks").is_dir():
+        from .student import write_copies
+
         changed += write_course_maps(root, options.check)
+        changed += write_copies(root / "notebooks", root / "notebooks" / "exercises", check=options.check)
     for path in changed if options.check else []:
         print(f"would change: {path}")
     return 1 if failed or (options.check and changed) else 0

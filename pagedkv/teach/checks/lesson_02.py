@@ -50,9 +50,11 @@ def free_list(learner: Learner) -> str:
     if not isinstance(left, list) or not isinstance(refused, list):
         raise Wrong(f"answer is {show(answer)}; write block ids, a list for each of the two moments.")
     if not same(left, case.free):
-        who = " and ".join(case.leaving)
+        who, last = " and ".join(case.leaving), case.leaving[-1]
         if sorted(left, key=repr) == sorted(case.free, key=repr):
-            question = f"which of its blocks did {case.leaving[-1]} name first, and where does the next request take from?"
+            question = (
+                f"which of its blocks did {last} name first, and where does the next request take from?"
+            )
         else:
             question = f"which boxes carried the name {who}, and who holds the others?"
         raise Wrong(f"After {who} left you have {show(left)}.", question)
