@@ -4,7 +4,8 @@ import contextlib
 import operator
 import time
 import warnings
-from collections.abc import Callable, Iterable
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -94,8 +95,9 @@ def whole_numbers_below(name: str, values: ArrayLike, end: int) -> np.ndarray:
 class BlockAllocator(Observed):
     """Hands out block ids and counts their owners (PagedAttention, Kwon et al. 2023, section 4.2).
 
-    A block is free exactly when nobody owns it. Free blocks wait in one queue, last released first:
-    the block that was touched last is the likeliest to be still in a cache of the processor.
+    A block is free exactly when nobody owns it. Free blocks wait in one queue: plain ones in front, last
+    released first, since the block that was touched last is the likeliest to be still in a cache of the
+    processor; *cached* ones, whose contents may still be wanted, behind them, least recently released first.
     """
 
     def __init__(self, num_blocks: int, *, observers: Iterable[Observer] = ()):
@@ -103,6 +105,7 @@ class BlockAllocator(Observed):
         self.num_blocks = whole_number("num_blocks", num_blocks, minimum=1)
         self._owners = np.zeros(self.num_blocks, np.int32)  # [num_blocks]
         self._free = list(range(self.num_blocks))[::-1]  # the front of the queue is the end of the list
+        self._cached: OrderedDict[int, None] = OrderedDict()  # behind them, the front first
 
     def __repr__(self) -> str:
         from .teach import pages  # only here: a drawing needs what stands above the engine
@@ -116,12 +119,17 @@ class BlockAllocator(Observed):
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody owns."""
-        return len(self._free)
+        """Blocks that nobody owns, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def num_cached(self) -> int:
+        """Free blocks whose contents are kept until their turn comes."""
+        return len(self._cached)
 
     def queue(self) -> list[int]:
-        """Free block ids in the order in which they will be handed out."""
-        return self._free[::-1]
+        """Free block ids in the order in which they will be handed out; the last `num_cached` are cached."""
+        return [*self._free[::-1], *self._cached]
 
     @property
     def ref_counts(self) -> np.ndarray:
@@ -146,35 +154,43 @@ class BlockAllocator(Observed):
         n = whole_number("the number of blocks to allocate", n)
         if n > self.num_free:
             self._refuse(started, n, self.num_free)
-        cut = len(self._free) - n
-        blocks = np.array(self._free[cut:][::-1], np.int32)  # [n]
+        cut = max(len(self._free) - n, 0)
+        taken = self._free[cut:][::-1]
         del self._free[cut:]
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(n - len(taken))]
+        blocks = np.array(taken + evicted, np.int32)  # [n]
         self._owners[blocks] = 1
-        self._tell("allocate", started, blocks={"new": blocks}, free=self.num_free)
+        told = {"new": blocks, "evicted": np.array(evicted, np.int32)} if evicted else {"new": blocks}
+        self._tell("allocate", started, blocks=told, free=self.num_free)
         return blocks
 
     def share(self, blocks: ArrayLike) -> None:
-        """Add one owner to each block; an id that is named twice gains two.
+        """Add one owner to each block; an id that is named twice gains two. A cached block leaves the queue.
 
-        Args: blocks: ids [n] of blocks in use.
-        Raises: ValueError for a free or unknown block; nothing is changed.
+        Args: blocks: ids [n] of blocks in use or cached.
+        Raises: ValueError for another free block or an unknown one; nothing is changed.
         Source: section 4.4, reference counts.
         """
         started = self._clock()
         blocks = self._checked(blocks)
-        unowned = blocks[self._owners[blocks] == 0]
-        if unowned.size:
-            raise ValueError(f"block {unowned[0]} is free: only a block in use can gain an owner")
+        revived = blocks[self._owners[blocks] == 0].tolist()
+        for block in revived:
+            if block not in self._cached:
+                raise ValueError(f"block {block} is free: only a block in use or cached can gain an owner")
+        for block in revived:
+            self._cached.pop(block, None)  # named twice, it is gone already
         np.add.at(self._owners, blocks, 1)
         self._tell("share", started, blocks={"shared": blocks})
 
-    def release(self, blocks: ArrayLike) -> np.ndarray:
-        """Take one owner from each block; those left without one go to the front of the queue as a group.
+    def release(self, blocks: ArrayLike, cached: Container[int] = ()) -> np.ndarray:
+        """Take one owner from each block; those left without one become free.
 
-        Args: blocks: ids [n]; an id that is named twice loses two owners.
+        Those in `cached` go to the back of the queue one after the other, the rest to its front as a group.
+
+        Args: blocks: ids [n]; an id that is named twice loses two owners; cached: ids worth keeping.
         Returns: int32 ids that became free, ordered by the release that freed them.
         Raises: ValueError if a block has fewer owners than that; nothing is changed.
-        Source: section 4.4.
+        Source: section 4.4; the two ends of the queue as in vLLM V1.
         """
         started = self._clock()
         blocks = self._checked(blocks)
@@ -186,10 +202,21 @@ class BlockAllocator(Observed):
         self._owners[named] -= times.astype(np.int32)
         ownerless = blocks[self._owners[blocks] == 0][::-1].tolist()
         back_to_front = list(dict.fromkeys(ownerless))  # a block becomes free at its *last* release
-        self._free += back_to_front
+        self._free += [block for block in back_to_front if block not in cached]
+        self._cached.update((block, None) for block in reversed(back_to_front) if block in cached)
         freed = np.array(back_to_front[::-1], np.int32)
         self._tell("release", started, blocks={"released": blocks, "freed": freed}, free=self.num_free)
         return freed
+
+    def forget_cached(self) -> None:
+        """Make cached blocks plain free ones; the queue keeps its order."""
+        started = self._clock()
+        forgotten = list(self._cached)
+        self._free[:0] = forgotten[::-1]
+        self._cached.clear()
+        self._tell(
+            "forget_cached", started, blocks={"evicted": np.array(forgotten, np.int32)}, free=self.num_free
+        )
 
     def _checked(self, blocks: ArrayLike) -> np.ndarray:
         blocks = whole_numbers("block ids", blocks).ravel()

@@ -1,5 +1,6 @@
 """The cache that a model talks to: manager, storage and attention behind one face and one lock."""
 
+import contextlib
 import functools
 import threading
 from collections.abc import Iterable, Sequence
@@ -11,19 +12,20 @@ from .allocator import whole_numbers
 from .block_table import NOTHING, SeqId, as_ids, slots_of
 from .decode import AttentionPlan, StalePlan
 from .manager import BlockManager, Reservation, Snapshot
+from .prefix_cache import PrefixStats, tagged
 from .storage import KVStorage
 
 
 def _from_manager(name: str, *, frees: bool = False):
-    """A method of BlockManager under the cache's lock; blocks that it frees are poisoned in poison mode."""
+    """A method of BlockManager under the cache's lock; what it frees for good is poisoned in poison mode."""
     method = getattr(BlockManager, name)
 
     @functools.wraps(method)
     def call(self, *args, **kwargs):
         with self._lock:
             result = getattr(self.manager, name)(*args, **kwargs)
-            if frees and self.storage.poisoned:
-                self.storage.poison(result)
+            if frees:
+                self._poison_freed(result)
             return result
 
     return call
@@ -37,7 +39,8 @@ class PagedKVCache:
     freed in between cannot be overwritten.
 
     Args: num_blocks, block_size, num_kv_heads, head_dim, num_layers, dtype, poison: as in KVStorage; manager,
-        storage: parts to use instead of new ones; manager_options: for BlockManager.
+        storage: parts to use instead of new ones; manager_options: for BlockManager (with a new manager, the
+        namespace of its prefix cache includes the dtype).
     Source: Kwon et al. 2023, figure 4.
     """
 
@@ -57,7 +60,10 @@ class PagedKVCache:
     ):
         shape = (num_layers, num_blocks, block_size, num_kv_heads, head_dim)
         self.storage = KVStorage(*shape, dtype, poison=poison) if storage is None else storage
-        self.manager = BlockManager(num_blocks, block_size, **manager_options) if manager is None else manager
+        if manager is None:
+            identity = tagged(namespace=manager_options.pop("namespace", b""), dtype=self.storage.dtype)
+            manager = BlockManager(num_blocks, block_size, namespace=identity, **manager_options)
+        self.manager = manager
         pool, kept = ((p.num_blocks, p.block_size) for p in (self.manager, self.storage))
         if not pool == kept == (num_blocks, block_size):
             raise ValueError(
@@ -78,6 +84,8 @@ class PagedKVCache:
     # Accounting
 
     add = _from_manager("add")
+    match = _from_manager("match")
+    commit = _from_manager("commit")
     fork = _from_manager("fork")
     length = _from_manager("length")
     lengths = _from_manager("lengths")
@@ -105,15 +113,25 @@ class PagedKVCache:
         return self.manager.num_free
 
     @property
+    def prefix_stats(self) -> PrefixStats:
+        """How many prompt tokens were found in the prefix cache."""
+        return self.manager.prefix_stats
+
+    @property
     def seq_ids(self) -> list[SeqId]:
         """All registered sequences, oldest first."""
         with self._lock:
             return self.manager.seq_ids
 
-    def extend(self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int] = 1) -> Reservation:
+    def extend(
+        self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
+    ) -> Reservation:
         """As BlockManager.extend; copies of shared blocks are done when it returns."""
         with self._lock:
             reservation = self.manager.extend(seq_ids, num_tokens)
+            if self.storage.poisoned:  # a block that was cached until now still holds what it was cached for
+                first_slots = reservation.slots[reservation.slots % self.block_size == 0]
+                self.storage.poison([*(first_slots // self.block_size), *reservation.copies[:, 1]])
             self.storage.copy_blocks(reservation.copies)
             return reservation
 
@@ -121,23 +139,44 @@ class PagedKVCache:
         """As BlockManager.truncate."""
         with self._lock:
             freed = self.manager.truncate(seq_id, length)
-            if self.storage.poisoned:
-                self.storage.poison(freed)
-                if length % self.block_size:
-                    tail = int(self.manager.block_tables([seq_id])[0, -1])
-                    if self.manager.allocator.ref_count(tail) == 1:  # others may still read a shared tail
-                        self.storage.poison([tail], start=length % self.block_size)
+            self._poison_freed(freed)
+            if self.storage.poisoned and length % self.block_size:
+                tail = self.manager.block_tables([seq_id])[0, -1:]
+                shared = self.manager.allocator.ref_count(tail[0]) > 1  # others may still read it,
+                if not shared and not self.manager.is_cached(tail)[0]:  # or find it
+                    self.storage.poison(tail, start=length % self.block_size)
             return freed
 
     def restore(self, snapshot: Snapshot, source: "KVStorage | PagedKVCache") -> np.ndarray:
-        """As BlockManager.restore, with the pages copied from the storage that the snapshot speaks of."""
+        """As BlockManager.restore, with the pages copied from the storage that the snapshot speaks of.
+
+        Raises: StalePlan if `source` is a cache whose sequences changed since the snapshot was taken.
+        """
         pages = source.storage if isinstance(source, PagedKVCache) else source
-        with self._lock:
+        caches = {id(cache): cache for cache in (self, source) if isinstance(cache, PagedKVCache)}
+        with contextlib.ExitStack() as locks:
+            for _, cache in sorted(caches.items()):  # in an order that all threads keep
+                locks.enter_context(cache._lock)
             indices = whole_numbers("indices", snapshot.indices)
             self.storage.check_source(pages, indices[indices != NOTHING])
+            if isinstance(source, PagedKVCache) and snapshot.versions is not None:
+                source._check_current(snapshot.seq_ids, snapshot.versions)
             pairs = self.manager.restore(snapshot)
             self.storage.copy_blocks(pairs, pages)
             return pairs
+
+    def reset_prefix_cache(self) -> bool:
+        """As BlockManager.reset_prefix_cache."""
+        with self._lock:
+            done = self.manager.reset_prefix_cache()
+            if done and self.storage.poisoned:
+                self.storage.poison(np.arange(self.num_blocks))
+            return done
+
+    def _poison_freed(self, blocks: np.ndarray) -> None:
+        """In poison mode, mark freed blocks as holding nothing; those that stay cached keep what they hold."""
+        if self.storage.poisoned:
+            self.storage.poison(blocks[~self.manager.is_cached(blocks)])
 
     # Keys and values
 

@@ -1,13 +1,33 @@
 """Sequences over one pool of blocks: growth, forks, copy-on-write. Accounting only, no keys or values."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike
 
-from .allocator import BlockAllocator, Observed, Observer, whole_number, whole_numbers
+from .allocator import (
+    BlockAllocator,
+    Observed,
+    Observer,
+    whole_number,
+    whole_numbers,
+    whole_numbers_below,
+)
 from .block_table import NOTHING, BlockTables, SeqId, as_ids
+from .prefix_cache import (
+    TEXT_ARRAYS,
+    TOKEN,
+    PrefixIndex,
+    PrefixStats,
+    Text,
+    given_digest,
+    pack,
+    root_link,
+    token_bytes,
+    unpack,
+)
 
 MAX_SLOTS = 2**31  # slot numbers are int32
 
@@ -26,13 +46,24 @@ class Reservation:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Sequences as plain arrays: what is needed to build them again, here or elsewhere."""
+    """Sequences as plain arrays: what is needed to build them again, here or elsewhere.
+
+    What is known of their texts may be missing as a whole: then nothing of them is committed.
+    """
 
     block_size: int
     seq_ids: tuple[SeqId, ...]
     indptr: np.ndarray  # int32 [batch + 1]
     indices: np.ndarray  # int32 [entries]   −1 where a sliding window left a block behind
     lengths: np.ndarray  # int64 [batch]
+    versions: np.ndarray | None = None  # int64 [batch]  in the pool that it was taken from
+    roots: np.ndarray | None = None  # uint8 [batch, 32]  where each chain of digests begins
+    committed: np.ndarray | None = None  # int64 [batch]  tokens that are final
+    prompts: np.ndarray | None = None  # int64 [batch]  tokens that were announced
+    token_indptr: np.ndarray | None = None  # int64 [batch + 1]
+    tokens: np.ndarray | None = None  # int64 [known tokens]  committed, then announced ones
+    digest_indptr: np.ndarray | None = None  # int64 [batch + 1]
+    digests: np.ndarray | None = None  # uint8 [known digests, 32]  of the full committed blocks
 
 
 @dataclass(frozen=True)
@@ -41,13 +72,33 @@ class _Growth:
 
     seq_ids: tuple[SeqId, ...]
     rows: np.ndarray  # int64 [batch]
+    start: np.ndarray  # int64 [batch]   position of the first new token, behind the hits
     tokens: np.ndarray  # int64 [batch]
+    hits: dict[int, list[int]]  # place in the batch -> cached blocks that begin its prompt
     copies: np.ndarray  # bool [batch]   whose last block must be copied first
     blocks: np.ndarray  # int64 [batch]  new blocks per sequence, copies not counted
+    revived: int  # free blocks among the hits
+
+    @property
+    def new(self) -> int:
+        return int(self.copies.sum() + self.blocks.sum())
 
     @property
     def needed(self) -> int:
-        return int(self.copies.sum() + self.blocks.sum())
+        return self.new + self.revived
+
+
+@dataclass(frozen=True)
+class _Commit:
+    """The plan of a commit to one sequence."""
+
+    seq_id: SeqId
+    text: Text
+    filled: list[tuple[bytes, bytes | None]]  # digest and tokens of each block that is full now
+    blocks: list[int]  # where they are; −1 where a window left one behind
+    committed: int
+    rest: bytes  # committed tokens behind the last full block
+    hashed: bool  # the text is known by hashes alone
 
 
 class BlockManager(Observed):
@@ -56,6 +107,10 @@ class BlockManager(Observed):
     The count of a block always equals the number of table entries that name it, and a slot is only ever
     granted in a block with one owner. Every call computes its whole need first: a refusal changes nothing.
     Not locked: `PagedKVCache` adds the lock that also covers the copies.
+
+    Args: max_length: tokens that a sequence may have; prefix_cache: keep full, committed blocks findable, so
+        that a prompt that begins with their text need not be computed again; namespace: what keys and values
+        depend on beside the text, such as the model: prompts of another namespace find nothing.
     """
 
     def __init__(
@@ -64,6 +119,8 @@ class BlockManager(Observed):
         block_size: int,
         *,
         max_length: int | None = None,
+        prefix_cache: bool = False,
+        namespace: bytes | str = b"",
         observers: Iterable[Observer] = (),
     ):
         super().__init__(observers)
@@ -73,6 +130,12 @@ class BlockManager(Observed):
                 f"{num_blocks} blocks of {block_size} exceed the 2**31 slots that int32 can number"
             )
         self.allocator = BlockAllocator(num_blocks)
+        self.prefix_cache = bool(prefix_cache)
+        self.prefix_stats = PrefixStats()
+        self.prefix_index = PrefixIndex(self.num_blocks)
+        self._namespace = namespace
+        self._root = root_link(self.block_size, namespace=namespace)
+        self._texts: dict[SeqId, Text] = {}
         self._next_id = 0
 
     @property
@@ -85,7 +148,7 @@ class BlockManager(Observed):
 
     @property
     def num_free(self) -> int:
-        """Blocks that no sequence uses."""
+        """Blocks that no sequence uses, cached ones included."""
         return self.allocator.num_free
 
     @property
@@ -131,36 +194,69 @@ class BlockManager(Observed):
         lengths = self.tables.length(rows)
         return indptr, indices, np.where(lengths > 0, (lengths - 1) % self.block_size + 1, 0).astype(np.int32)
 
-    def blocks_needed(self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int] = 1) -> int:
-        """Free blocks that `extend` with the same arguments would take: new ones and copies."""
+    def blocks_needed(
+        self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
+    ) -> int:
+        """Free blocks that `extend` with the same arguments would take: new ones, copies and revived ones."""
         return self._plan_growth(seq_ids, num_tokens).needed
 
-    def can_extend(self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int] = 1) -> bool:
+    def can_extend(
+        self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
+    ) -> bool:
         """Whether `extend` with the same arguments would find enough free blocks."""
         return self.blocks_needed(seq_ids, num_tokens) <= self.num_free
 
     # Growing
 
-    def add(self, seq_id: SeqId | None = None) -> SeqId:
+    def add(
+        self,
+        seq_id: SeqId | None = None,
+        *,
+        tokens: ArrayLike | None = None,
+        block_hashes: Sequence[bytes | str | int] | None = None,
+        num_tokens: int | None = None,
+        cache_salt: bytes | str | None = None,
+        adapter: bytes | str | None = None,
+    ) -> SeqId:
         """Register an empty sequence; it takes no block yet.
 
-        Args: seq_id: an int or str that is not in use; None picks an unused int.
+        Args: seq_id: an int or str that is not in use, None picks an unused int; tokens: its prompt [n], the
+            beginning of which may be found in the prefix cache; block_hashes, num_tokens: the same for a trace:
+            a hash per block that covers all before it, and the length of the prompt; cache_salt, adapter:
+            only sequences with equal ones share blocks through the prefix cache.
         Returns: the id.
-        Raises: ValueError if it is in use or of another type.
+        Raises: ValueError if the id is in use or of another type, or the prompt is none.
         """
         started = self._clock()
+        text = self._announced(tokens, block_hashes, num_tokens, cache_salt, adapter)
         (seq_id,) = self._new_ids([seq_id])
         self.tables.add(seq_id)
+        self._texts[seq_id] = text
         self._tell("add", started, (seq_id,))
         return seq_id
 
-    def extend(self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int] = 1) -> Reservation:
+    def match(self, seq_id: SeqId) -> int:
+        """Tokens of its prompt that the first `extend` of a sequence would find in the cache; touches nothing.
+
+        At least one token of a prompt is always left to compute: its output is what the model goes on from.
+        """
+        _, rows = self._rows([seq_id])
+        return (
+            sum(len(blocks) for blocks in self._found([seq_id], self.tables.length(rows)).values())
+            * self.block_size
+        )
+
+    def extend(
+        self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
+    ) -> Reservation:
         """Make room for new tokens at the end of sequences: all of them, or none.
 
-        A shared last block is copied for every writer but the last owner, who writes in place. The caller
-        carries out `copies` before it writes to `slots` (`PagedKVCache.extend` does).
+        The first call for a prompt also attaches the cached blocks that it begins with, and the new tokens
+        follow behind them (`start`). A shared last block is copied for every writer but the last owner, who
+        writes in place. The caller carries out `copies` before it writes to `slots` (`PagedKVCache.extend` does).
 
-        Args: seq_ids: one or several, each once; num_tokens: per sequence, or one number for all, at least 0.
+        Args: seq_ids: one or several, each once; num_tokens: per sequence, or one number for all, at least 0;
+            None: what its prompt still lacks.
         Returns: a Reservation.
         Raises: PoolExhausted if the blocks do not suffice, ValueError beyond max_length; nothing is changed.
         Source: section 4.4 and figure 8.
@@ -169,23 +265,55 @@ class BlockManager(Observed):
         plan = self._plan_growth(seq_ids, num_tokens)
         if plan.needed > self.num_free:
             self._refuse(started, plan.needed, self.num_free, plan.seq_ids)
-        start = self.tables.length(plan.rows)
-        taken = self.allocator.allocate(plan.needed)  # sequence after sequence, a copy before new blocks
+        attached = self._attach(plan)  # before anything is taken: a block that was found must not be evicted
+        taken, evicted = self._take(plan.new)  # sequence after sequence, a copy before new blocks
         amounts = plan.copies + plan.blocks
-        is_copy = np.zeros(plan.needed, bool)
+        is_copy = np.zeros(plan.new, bool)
         is_copy[(np.cumsum(amounts) - amounts)[plan.copies]] = True
-        copies = self._copy_tails(plan, start, taken[is_copy])
+        copies = self._copy_tails(plan, taken[is_copy])
         self.tables.append(plan.rows, plan.blocks, plan.tokens, taken[~is_copy])
-        slots = self.tables.slots(plan.rows, start, plan.tokens)
-        self._tell(
-            "extend",
-            started,
-            plan.seq_ids,
-            {"new": taken[~is_copy], "copies": copies},
-            tokens=int(plan.tokens.sum()),
-            free=self.num_free,
+        slots = self.tables.slots(plan.rows, plan.start, plan.tokens)
+        told = {"new": taken[~is_copy], "copies": copies}
+        counts = {"tokens": int(plan.tokens.sum())}
+        if self.prefix_cache:
+            told |= {"hits": attached, "evicted": evicted}
+            counts["hit_tokens"] = len(attached) * self.block_size
+        self._tell("extend", started, plan.seq_ids, told, **counts, free=self.num_free)
+        return Reservation(
+            plan.seq_ids, plan.start, plan.tokens, slots, copies, self.tables.version(plan.rows)
         )
-        return Reservation(plan.seq_ids, start, plan.tokens, slots, copies, self.tables.version(plan.rows))
+
+    def commit(
+        self,
+        seq_ids: SeqId | Iterable[SeqId],
+        tokens: ArrayLike | Sequence[ArrayLike] | None = None,
+        *,
+        block_hashes: Sequence | None = None,
+    ) -> None:
+        """Say that keys and values of the next tokens are written and final: full blocks become findable.
+
+        Drafts are extended and not committed before they are accepted.
+
+        Args: seq_ids: one or several, each once; tokens: for one sequence a row of token ids, for several a row
+            or a single id for each; None: what of its prompt has room by now; block_hashes: for a trace, the
+            hashes of the next full blocks, a row per sequence in the same way.
+        Raises: ValueError for more tokens than there is room for, others than announced, or a block whose text
+            is another one already; nothing is changed.
+        """
+        started = self._clock()
+        several = isinstance(seq_ids, Iterable) and not isinstance(seq_ids, str)
+        ids, rows = self._rows(seq_ids, once=True)
+        if tokens is not None and block_hashes is not None:
+            raise ValueError("a text goes on by tokens or by block_hashes, not by both")
+        if block_hashes is not None:
+            rows_of_hashes = _one_each("block_hashes", block_hashes if several else [block_hashes], ids)
+            plans = [self._plan_hashes(*one) for one in zip(ids, rows, rows_of_hashes, strict=True)]
+        else:
+            new = [None] * len(ids) if tokens is None else _token_rows(tokens if several else [tokens], ids)
+            plans = [self._plan_tokens(*one) for one in zip(ids, rows, new, strict=True)]
+        self._check_contents(plans)
+        sealed = [block for plan in plans for block in self._seal(plan)]
+        self._tell("commit", started, ids, {"sealed": np.array(sealed, np.int32)})
 
     # Sharing
 
@@ -209,6 +337,7 @@ class BlockManager(Observed):
         self.allocator.share(np.tile(owned, len(ids)))
         for child in ids:
             self.tables.put(self.tables.add(child), entries, length)
+            self._texts[child] = self._texts[parent].copy()
         self._tell("fork", started, (parent, *ids), {"shared": owned})
         return ids
 
@@ -233,16 +362,20 @@ class BlockManager(Observed):
         self.allocator.share(
             _joined([entries[entries != NOTHING] for entries, _ in new])
         )  # before any release
-        freed = self.allocator.release(_joined(old))
-        for i, (entries, length) in zip(moved, new, strict=True):
+        freed = self._release(_joined(old))
+        texts = [self._texts[ids[parents[i]]].copy() for i in moved]
+        for i, (entries, length), text in zip(moved, new, texts, strict=True):
             self.tables.put(rows[i], entries, length)
+            self._texts[ids[i]] = text
         self._tell("reorder", started, ids, {"freed": freed}, free=self.num_free)
         return freed
 
     # Shrinking
 
     def truncate(self, seq_id: SeqId, length: int) -> np.ndarray:
-        """Forget the tokens from position `length` on.
+        """Forget the tokens from position `length` on, the rest of an announced prompt included.
+
+        Whole blocks that were committed stay findable; one that is cut in two does not, unless others own it too.
 
         Returns: int32 ids of the blocks that became free.
         Raises: ValueError for more than the sequence holds, or an end in a block that was left behind.
@@ -259,9 +392,12 @@ class BlockManager(Observed):
                 f"position {length - 1} of sequence {seq_id!r} was left behind by release_before"
             )
         cut = entries[keep:]
-        freed = self.allocator.release(cut[cut != NOTHING][::-1])
+        freed = self._release(cut[cut != NOTHING][::-1])
         if length < held:
             self.tables.put(row, entries[:keep], length)
+            self._texts[seq_id].cut(length, self.block_size)
+            if length % self.block_size and self.allocator.ref_counts[entries[keep - 1]] == 1:
+                self.prefix_index.unseal([int(entries[keep - 1])])
         self._tell("truncate", started, ids, {"freed": freed}, tokens=held - length, free=self.num_free)
         return freed
 
@@ -280,7 +416,7 @@ class BlockManager(Observed):
             raise ValueError(f"sequence {seq_id!r} has {self.length(seq_id)} tokens, none at {position}")
         entries = self.tables.entries(row)[: position // self.block_size]
         left = entries[entries != NOTHING]
-        freed = self.allocator.release(left[::-1])
+        freed = self._release(left[::-1])
         if left.size:
             self.tables.drop(row, len(entries))
         self._tell("release_before", started, ids, {"freed": freed}, free=self.num_free)
@@ -294,23 +430,45 @@ class BlockManager(Observed):
         """
         started = self._clock()
         ids, rows = self._rows(seq_ids, once=True)
-        freed = self.allocator.release(_joined([self.tables.owned(row)[::-1] for row in rows]))
+        freed = self._release(_joined([self.tables.owned(row)[::-1] for row in rows]))
         for seq_id in ids:
             self.tables.remove(seq_id)
+            del self._texts[seq_id]
         self._tell("free", started, ids, {"freed": freed}, free=self.num_free)
         return freed
+
+    # The prefix cache
+
+    def is_cached(self, blocks: ArrayLike) -> np.ndarray:
+        """Which blocks hold a text that a prompt may find: bool [n]."""
+        return self.prefix_index.sealed(whole_numbers_below("block", blocks, self.num_blocks))
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget every cached text, as after new weights. False, and nothing changes, while a block is in use."""
+        started = self._clock()
+        if self.num_free < self.num_blocks:
+            return False
+        self.allocator.forget_cached()
+        self.prefix_index.clear()
+        self.prefix_stats.reset()
+        self._tell("reset_prefix_cache", started)
+        return True
 
     # Moving
 
     def snapshot(self, seq_ids: Iterable[SeqId] | None = None) -> Snapshot:
-        """Tables and lengths of sequences (all if None) as plain arrays."""
+        """Tables, lengths and texts of sequences (all if None) as plain arrays."""
         ids, rows = self._rows(self.seq_ids if seq_ids is None else seq_ids, once=True)
-        return Snapshot(self.block_size, ids, *self.tables.csr(rows), self.tables.length(rows))
+        tables = (*self.tables.csr(rows), self.tables.length(rows), self.tables.version(rows))
+        return Snapshot(
+            self.block_size, ids, *tables, **pack([self._texts[seq] for seq in ids], self.block_size)
+        )
 
     def restore(self, snapshot: Snapshot) -> np.ndarray:
         """Build the sequences of a snapshot in this pool; blocks that they shared are shared again.
 
         A swap to another pool: pairs = host.restore(device.snapshot(ids)); copy the pairs; device.free(ids).
+        With a prefix cache, the committed blocks can be found here too.
 
         Returns: int32 [m, 2], block in the snapshot and block here.
         Raises: PoolExhausted, or ValueError for ids in use and arrays that do not fit; nothing is changed.
@@ -318,6 +476,7 @@ class BlockManager(Observed):
         """
         started = self._clock()
         indptr, indices, lengths = self._checked_arrays(snapshot)
+        texts = self._restored_texts(snapshot, lengths)
         ids = self._new_ids(snapshot.seq_ids)
         kept = indices != NOTHING
         old, first, which, times = np.unique(
@@ -327,38 +486,97 @@ class BlockManager(Observed):
             self._refuse(started, len(old), self.num_free, ids)
         order = np.argsort(first)  # blocks are taken in the order of their first appearance
         new = np.empty(len(old), np.int64)
-        new[order] = self.allocator.allocate(len(old))
+        new[order], evicted = self._take(len(old))
         self.allocator.share(np.repeat(new, times - 1))
         indices[kept] = new[which]
-        for seq_id, start, stop, length in zip(ids, indptr, indptr[1:], lengths, strict=False):
+        for seq_id, start, stop, length, text in zip(ids, indptr, indptr[1:], lengths, texts, strict=False):
             self.tables.put(self.tables.add(seq_id), indices[start:stop], length)
-        self._tell("restore", started, ids, {"new": new[order]}, free=self.num_free)
+            self._texts[seq_id] = text
+            if self.prefix_cache:
+                for block, link in zip(indices[start:stop].tolist(), text.links(), strict=False):
+                    if block != NOTHING:
+                        self.prefix_index.seal(block, link)
+        told = {"new": new[order], "evicted": evicted} if self.prefix_cache else {"new": new[order]}
+        self._tell("restore", started, ids, told, free=self.num_free)
         return np.column_stack([old[order], new[order]]).astype(np.int32)
 
     # The plan, and what callers may say
 
-    def _plan_growth(self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int]) -> _Growth:
+    def _plan_growth(
+        self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None
+    ) -> _Growth:
         ids, rows = self._rows(seq_ids, once=True)
+        lengths = self.tables.length(rows)
+        hits = self._found(ids, lengths)
+        start = lengths.copy()
+        for i, blocks in hits.items():
+            start[i] = len(blocks) * self.block_size
+        tokens = self._counts(ids, start, num_tokens)
+        for i in hits.keys() - np.flatnonzero(tokens).tolist():  # nothing to do is done
+            del hits[i]
+            start[i] = 0
+        after = start + tokens
+        self._check_room(ids, lengths, start, tokens, after)
+        attached = np.array([block for blocks in hits.values() for block in blocks], np.int64)
+        revived = len(set(attached[self.allocator.ref_counts[attached] == 0].tolist()))
+        blocks = -(-after // self.block_size) - -(-start // self.block_size)
+        return _Growth(
+            ids, rows, start, tokens, hits, self._must_copy(rows, tokens, attached), blocks, revived
+        )
+
+    def _found(self, ids: Sequence[SeqId], lengths: np.ndarray) -> dict[int, list[int]]:
+        """The cached blocks that begin each prompt of which nothing is stored yet, by its place among `ids`."""
+        found = {}
+        for i in np.flatnonzero(lengths == 0).tolist() if self.prefix_cache else ():
+            text = self._texts[ids[i]]
+            at_most = (text.prompt_length - 1) // self.block_size  # the last token is computed in any case
+            if at_most > 0:
+                found[i] = self.prefix_index.find(text, self.block_size, at_most)
+        return found
+
+    def _counts(
+        self, ids: Sequence[SeqId], start: np.ndarray, num_tokens: int | Sequence[int | None] | None
+    ) -> np.ndarray:
+        """New tokens per sequence: int64 [batch]; None becomes what its prompt lacks."""
+        if num_tokens is None:
+            num_tokens = [None] * len(ids)
+        if isinstance(num_tokens, list | tuple) and any(n is None for n in num_tokens):
+            lacking = [
+                self._texts[s].prompt_length - first for s, first in zip(ids, start.tolist(), strict=True)
+            ]
+            if len(num_tokens) == len(ids):
+                num_tokens = [
+                    lack if n is None and lack > 0 else n for n, lack in zip(num_tokens, lacking, strict=True)
+                ]
         tokens = whole_numbers("num_tokens", num_tokens)
         if tokens.shape not in ((), (len(ids),)) or ((tokens < 0) | (tokens >= MAX_SLOTS)).any():
             raise ValueError(
                 f"num_tokens must be one number or {len(ids)}, each of 0 … 2**31 − 1, got {num_tokens!r}"
             )
-        tokens = np.broadcast_to(tokens, len(ids))
-        after = self.tables.length(rows) + tokens
+        return np.broadcast_to(tokens, len(ids))
+
+    def _check_room(self, ids, lengths, start, tokens, after) -> None:
         limit = self.tables.max_length
         if limit is not None and (after > limit).any():
             i = int(np.argmax(after > limit))
             raise ValueError(f"sequence {ids[i]!r} would hold {after[i]} tokens, max_length is {limit}")
-        blocks = -(-after // self.block_size) - self.tables.num_entries(rows)
-        return _Growth(ids, rows, tokens, self._must_copy(rows, tokens), blocks)
+        for i in np.flatnonzero((lengths == 0) & (tokens > 0)).tolist():
+            prompt = self._texts[ids[i]].prompt_length
+            if 0 < prompt < after[i]:
+                raise ValueError(
+                    f"sequence {ids[i]!r} has {start[i]} of its prompt's {prompt} tokens in the cache: "
+                    f"num_tokens can be {prompt - start[i]} at most, got {tokens[i]}"
+                )
 
-    def _must_copy(self, rows: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    def _must_copy(self, rows: np.ndarray, tokens: np.ndarray, attached: np.ndarray) -> np.ndarray:
         """Which rows write to a last block that others still own when their turn comes: bool [batch]."""
         copies = np.zeros(len(rows), bool)
         writers = np.flatnonzero((tokens > 0) & (self.tables.length(rows) % self.block_size > 0))
         tails = self.tables.last(rows[writers])
         owners = self.allocator.ref_counts[tails]
+        if attached.size:  # prompts of this very step may find a last block and own it too
+            gained = Counter(attached.tolist())
+            owners = owners + [gained[tail] for tail in tails.tolist()]
         moved_away: dict[int, int] = {}
         for i in np.flatnonzero(owners > 1).tolist():
             gone = moved_away.get(int(tails[i]), 0)
@@ -366,12 +584,144 @@ class BlockManager(Observed):
             moved_away[int(tails[i])] = gone + 1
         return copies
 
-    def _copy_tails(self, plan: _Growth, start: np.ndarray, destinations: np.ndarray) -> np.ndarray:
+    def _attach(self, plan: _Growth) -> np.ndarray:
+        """Let new prompts own the cached blocks that they begin with; returns these: int32."""
+        attached = np.array([block for blocks in plan.hits.values() for block in blocks], np.int32)
+        if attached.size:
+            self.allocator.share(attached)
+        for i, blocks in plan.hits.items():
+            if blocks:
+                row, text, found = plan.rows[[i]], self._texts[plan.seq_ids[i]], len(blocks)
+                self.tables.append(row, np.array([found]), plan.start[[i]], np.array(blocks))
+                text.tip, text.committed = self.prefix_index.link(blocks[-1]), int(plan.start[i])
+        if self.prefix_cache:
+            begun = (plan.tokens > 0) & (plan.start == 0)
+            begun[list(plan.hits)] = True
+            prompts = [self._texts[plan.seq_ids[i]].prompt_length for i in np.flatnonzero(begun).tolist()]
+            queries = [prompt for prompt in prompts if prompt]
+            if queries:
+                self.prefix_stats.observe(len(queries), sum(queries), len(attached) * self.block_size)
+        return attached
+
+    def _take(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """n free blocks with one owner each, and those of them whose cached text is lost by that: int32."""
+        taken = self.allocator.allocate(n)
+        return taken, self.prefix_index.unseal(taken[self.prefix_index.sealed(taken)].tolist())
+
+    def _copy_tails(self, plan: _Growth, destinations: np.ndarray) -> np.ndarray:
+        """Give each writer of a shared last block one of its own; a sealed block that is written in place opens."""
         rows = plan.rows[plan.copies]
         sources = self.tables.last(rows)
         self.tables.replace(rows, self.tables.num_entries(rows) - 1, destinations)
         self.allocator.release(sources)
-        return np.column_stack([sources, destinations, start[plan.copies] % self.block_size]).astype(np.int32)
+        in_place = plan.rows[~plan.copies & (plan.tokens > 0) & (plan.start % self.block_size > 0)]
+        tails = self.tables.last(in_place)
+        self.prefix_index.unseal(tails[self.prefix_index.sealed(tails)].tolist())
+        filled = plan.start[plan.copies] % self.block_size
+        return np.column_stack([sources, destinations, filled]).astype(np.int32)
+
+    def _release(self, blocks: np.ndarray) -> np.ndarray:
+        """Give blocks back; those that can be found stay cached."""
+        return self.allocator.release(blocks, cached=self.prefix_index)
+
+    # Texts
+
+    def _announced(self, tokens, block_hashes, num_tokens, cache_salt, adapter) -> Text:
+        """The text of a new sequence, as `add` is told it."""
+        if tokens is not None and block_hashes is not None:
+            raise ValueError("a prompt is given by tokens or by block_hashes, not by both")
+        if (block_hashes is None) != (num_tokens is None):
+            raise ValueError("block_hashes and num_tokens, the length of the prompt, go together")
+        root = self._root
+        if cache_salt is not None or adapter is not None:
+            root = root_link(
+                self.block_size, namespace=self._namespace, cache_salt=cache_salt, adapter=adapter
+            )
+        text = Text(root)
+        if tokens is not None:
+            text.announce(token_bytes("tokens", tokens), self.block_size, hashed=self.prefix_cache)
+        if block_hashes is not None:
+            num_tokens, full = whole_number("num_tokens", num_tokens), 0
+            full = num_tokens // self.block_size
+            if len(block_hashes) not in (full, -(-num_tokens // self.block_size)):
+                raise ValueError(
+                    f"{num_tokens} tokens fill {full} blocks, got {len(block_hashes)} block_hashes"
+                )
+            digests = [given_digest(root.digest, block_hash) for block_hash in block_hashes]
+            text.announce_hashes(digests[:full], num_tokens)
+        return text
+
+    def _plan_tokens(self, seq_id: SeqId, row: int, tokens: bytes | None) -> _Commit:
+        text, length = self._texts[seq_id], int(self.tables.length(row))
+        if text.prompt is None:
+            if tokens is not None:
+                raise ValueError(f"the text of sequence {seq_id!r} is known by block_hashes, not by tokens")
+            full = min(len(text.digests), length // self.block_size)
+            digests = text.digests[text.committed // self.block_size : full]
+            return self._commit_of(seq_id, row, [(digest, None) for digest in digests], None)
+        due = text.due(min(length, text.prompt_length))
+        tokens = due if tokens is None else tokens
+        if not tokens.startswith(due[: len(tokens)]):
+            raise ValueError(f"sequence {seq_id!r} was announced with other tokens than it is committed with")
+        after = text.committed + len(tokens) // TOKEN.itemsize
+        if after > length:
+            raise ValueError(f"sequence {seq_id!r} has room for {length} tokens, cannot commit {after}")
+        filled = text.filled(tokens, self.block_size)
+        rest = (text.rest + tokens)[len(filled) * self.block_size * TOKEN.itemsize :]
+        return self._commit_of(seq_id, row, filled, rest)
+
+    def _plan_hashes(self, seq_id: SeqId, row: int, hashes: Sequence) -> _Commit:
+        text, length = self._texts[seq_id], int(self.tables.length(row))
+        if text.prompt or (text.prompt is not None and text.committed):
+            raise ValueError(f"the text of sequence {seq_id!r} is known by tokens, not by block_hashes")
+        digests = [given_digest(text.root.digest, block_hash) for block_hash in hashes]
+        first = text.committed // self.block_size
+        due = list(text.digests[first : first + len(digests)])
+        if digests[: len(due)] != due:
+            raise ValueError(f"sequence {seq_id!r} was announced with other hashes than it is committed with")
+        if (first + len(digests)) * self.block_size > length:
+            raise ValueError(
+                f"sequence {seq_id!r} has {length // self.block_size} full blocks, "
+                f"cannot commit {first + len(digests)}"
+            )
+        return self._commit_of(seq_id, row, [(digest, None) for digest in digests], None)
+
+    def _commit_of(self, seq_id: SeqId, row: int, filled: list, rest: bytes | None) -> _Commit:
+        text, first = self._texts[seq_id], self._texts[seq_id].committed // self.block_size
+        last = first + len(filled)
+        blocks = self.tables.entries(row)[first:last].tolist() if filled else []
+        committed = last * self.block_size + len(rest or b"") // TOKEN.itemsize
+        return _Commit(seq_id, text, filled, blocks, committed, rest or b"", rest is None)
+
+    def _check_contents(self, plans: list[_Commit]) -> None:
+        """A block has one text: forks that share it cannot commit two."""
+        said: dict[int, bytes] = {}
+        for plan in plans:
+            for (digest, _), block in zip(plan.filled, plan.blocks, strict=True):
+                link = self.prefix_index.link(block)
+                if block != NOTHING and said.setdefault(block, link.digest if link else digest) != digest:
+                    raise ValueError(f"block {block} of sequence {plan.seq_id!r} holds another text already")
+
+    def _seal(self, plan: _Commit) -> list[int]:
+        """Carry out one commit; returns the blocks that can be found from now on."""
+        text, sealed = plan.text, []
+        for (digest, tokens), block in zip(plan.filled, plan.blocks, strict=True):
+            text.tip = self.prefix_index.chain(text.tip, digest, tokens)
+            if self.prefix_cache and block != NOTHING and self.prefix_index.seal(block, text.tip):
+                sealed.append(block)
+        text.committed, text.rest = plan.committed, plan.rest
+        if plan.hashed:
+            text.prompt = None
+        return sealed
+
+    def _restored_texts(self, snapshot: Snapshot, lengths: np.ndarray) -> list[Text]:
+        arrays = {name: getattr(snapshot, name) for name in TEXT_ARRAYS}
+        missing = [name for name, array in arrays.items() if array is None]
+        if len(missing) == len(arrays):
+            return [Text(self._root) for _ in lengths]
+        if missing:
+            raise ValueError(f"the snapshot has no {', '.join(missing)}")
+        return unpack(arrays, lengths, self.prefix_index, self.block_size)
 
     def _rows(self, seq_ids: SeqId | Iterable[SeqId], *, once: bool = False) -> tuple[tuple, np.ndarray]:
         """The ids as a tuple, and their rows. With `once`, a repeated id is a ValueError."""
@@ -441,3 +791,23 @@ def _is_table(entries: np.ndarray, full: int) -> bool:
     return (
         (entries[:left] == NOTHING).all() and min(blocks, default=0) >= 0 and len(set(blocks)) == len(blocks)
     )
+
+
+def _one_each(name: str, values, ids: Sequence[SeqId]) -> Sequence:
+    """Values as a sequence with one item per id."""
+    if (
+        isinstance(values, str | bytes)
+        or not isinstance(values, Sequence | np.ndarray)
+        or len(values) != len(ids)
+    ):
+        raise ValueError(f"{name} must be one row for each of {len(ids)} sequences, got {values!r}")
+    return values
+
+
+def _token_rows(tokens, ids: Sequence[SeqId]) -> list[bytes]:
+    """A row of tokens per sequence, as bytes; a bare number is a row of one."""
+    tokens = _one_each("tokens", tokens, ids)
+    if all(np.ndim(row) == 0 for row in tokens):  # the usual step: one token each
+        flat = token_bytes("tokens", tokens)
+        return [flat[i : i + TOKEN.itemsize] for i in range(0, len(flat), TOKEN.itemsize)]
+    return [token_bytes("tokens", np.atleast_1d(row)) for row in tokens]
