@@ -224,11 +224,13 @@ class PagedKVCache:
         num_queries: int | Sequence[int] = 1,
         *,
         window: int | None = None,
+        share: bool = True,
+        threads: int | None = None,
     ) -> AttentionPlan:
         """Plan the attention of one step, for all layers.
 
         Args: num_queries: per sequence, or one for all: how many of its last positions are asked;
-            window: keys that a query sees, its own included.
+            window: keys that a query sees, its own included; share, threads: as in AttentionPlan.
         Raises: KeyError for unknown sequences; ValueError where a visible block was left behind.
         """
         ids = as_ids(seq_ids)
@@ -240,6 +242,8 @@ class PagedKVCache:
                 manager.block_size,
                 num_queries,
                 window=window,
+                share=share,
+                threads=threads,
                 seq_ids=ids,
                 versions=manager.versions(ids),
             )

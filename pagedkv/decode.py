@@ -1,13 +1,31 @@
 """The batched kernel: planned once per step, run once per layer."""
 
-from collections.abc import Sequence
+import os
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from .allocator import whole_number
-from .attention import attend, check_batch, check_block, check_rows, check_shapes, checked_options, visible
-from .storage import KVStorage
+from .attention import check_batch, check_block, check_rows, check_shapes, checked_options
+from .storage import KVStorage, as_floats
+from .tiles import Laid, Piece, Shape, Task, Workspace
+
+CHUNK = (
+    512  # keys that one call gathers: some megabytes in float32 for a large model, so they stay in a cache
+)
+SHORT = 128  # sequences of so many keys are gathered together; longer ones pay for calls of their own
+ROUND = 32  # the length to which a short sequence is padded is a multiple of this
+SHORTS = 2048  # keys of all short sequences in one gather
+SCORES = 1 << 17  # of a task, per query head; more queries are cut into several tasks
+MOST_QUERIES = 128  # of one sequence in a task: behind them, more keys stay hidden than a second gather costs
+LEAST_QUERIES = 16  # however long the sequence
+LEAST_SHARED = 128  # keys that a shared prefix must save from being gathered again
+HIDDEN = np.iinfo(np.int64).max  # the position of what is no key
+MOST_THREADS = 64
+PER_THREAD = 6 << 20  # bytes of keys and values that are worth a thread
 
 
 class StalePlan(Exception):
@@ -15,14 +33,17 @@ class StalePlan(Exception):
 
 
 class AttentionPlan:
-    """Everything about one step that all layers share: which slots each sequence reads, and what it may see.
+    """Everything about one step that all layers share: which blocks are gathered together, and for whom.
 
     Queries are each sequence's last positions, so decode (one query), a prefill chunk and a check of drafts
-    may stand in one batch. Only visible slots are gathered: with a window, none in front of it.
+    may stand in one batch. The batch is cut into tasks: a sequence by itself, several short ones, or all that
+    begin with the same blocks, which are then read once. Unless it shares a prefix, a sequence's result does not
+    depend on its batch, to the last bit.
 
     Args: block_tables: whole numbers [batch, max_blocks]; lengths: tokens [batch]; block_size; num_queries: per
-        sequence, or one for all; window: keys that a query sees, its own included; seq_ids, versions: whose plan
-        this is, for `PagedKVCache` to notice that it is stale.
+        sequence, or one for all; window: keys that a query sees, its own included; share: whether to read shared
+        prefixes once; threads: to compute in, as many as pay if None; seq_ids, versions: whose plan this is, for
+        `PagedKVCache` to notice that it is stale.
     Raises: ValueError for lengths and blocks that do not fit.
     Source: section 4.1; planning once per step: Ye et al. 2025, "FlashInfer".
     """
@@ -35,30 +56,24 @@ class AttentionPlan:
         num_queries: int | Sequence[int] = 1,
         *,
         window: int | None = None,
+        share: bool = True,
+        threads: int | None = None,
         seq_ids: tuple = (),
         versions: np.ndarray | None = None,
     ):
         tables, lengths, counts = check_batch(block_tables, lengths, num_queries, block_size)
         if window is not None:
             whole_number("window", window, minimum=1)
+        self.threads = None if threads is None else whole_number("threads", threads, minimum=1)
         self.lengths, self.num_queries, self.window = lengths, counts, window
         self.block_size = block_size
         self.seq_ids, self.versions = seq_ids, versions
         self.total_queries = int(counts.sum())
-        self.slots: list[np.ndarray] = []  # per sequence: intp [visible keys]
-        self.masks: list[np.ndarray] = []  # per sequence: bool [num_queries, visible keys]
-        self._highest = (0, 0, 0)  # block, row, position: the largest id, for a pool that is yet to be named
-        for i, (length, n) in enumerate(zip(lengths.tolist(), counts.tolist(), strict=True)):
-            mask = visible(n, length, window)
-            first = int(np.argmax(mask.any(axis=0))) if mask.any() else length
-            positions = np.arange(first, length)
-            blocks = tables[i, positions // block_size]  # [visible keys]
-            if blocks.size:
-                gap, top = int(blocks.argmin()), int(blocks.argmax())
-                check_block(blocks[gap], i, positions[gap])
-                self._highest = max(self._highest, (int(blocks[top]), i, int(positions[top])))
-            self.slots.append(blocks * block_size + positions % block_size)
-            self.masks.append(mask[:, first:])
+        batch = _Batch(tables, lengths, counts, block_size, window)
+        self._highest = batch.check_blocks()
+        self.tasks: list[Task] = batch.cut(share)
+        self._split: dict[int, list[list[Task]]] = {}  # by number of threads
+        self._laid: dict[tuple, list[Laid]] = {}  # by workspace, shape and lane
 
     def run(
         self,
@@ -78,10 +93,7 @@ class AttentionPlan:
             [total_queries, num_q_heads].
         Raises: ValueError for shapes and options that do not fit, and for pages that the plan was not made for.
         """
-        query = np.asarray(query)
-        if query.dtype.kind != "f":
-            raise ValueError(f"query must be floating point, got {query.dtype}")
-        query = query.astype(np.float32, copy=False)
+        query = as_floats("query", query).astype(np.float32, copy=False)
         page = (storage.block_size, storage.num_kv_heads, storage.head_dim)
         check_shapes(query, page, page)
         check_rows(query, self.num_queries)
@@ -89,12 +101,344 @@ class AttentionPlan:
         if storage.block_size != self.block_size:
             raise ValueError(f"planned for blocks of {self.block_size}, the storage has {storage.block_size}")
         check_block(*self._highest, storage.num_blocks)
+        keys, values = (storage.stored(name, layer) for name in ("keys", "values"))
+        scaled = query * scale
+        if storage.format.factor != 1:
+            scaled *= np.float32(storage.format.factor**0.5)
         out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
-        lse = np.full(query.shape[:2], -np.inf)  # [total_queries, heads]
-        first = 0
-        for slots, mask in zip(self.slots, self.masks, strict=True):
-            rows = slice(first, first + len(mask))
-            keys, values = storage.read(layer, slots)  # [visible, kv_heads, head_dim]
-            out[rows], lse[rows] = attend(query[rows], keys, values, mask, scale, soft_cap)
-            first += len(mask)
+        lse = np.full(query.shape[:2], -np.inf) if return_lse else None  # [total_queries, heads]
+        shape = Shape(
+            storage.block_size, storage.num_kv_heads, query.shape[1] // storage.num_kv_heads, query.shape[2]
+        )
+
+        lanes = self._lanes(storage)
+
+        def compute(lane: int, workspace: Workspace) -> None:
+            key = (workspace, shape, storage.dtype, len(lanes), lane)
+            if key not in self._laid:  # the first layer lays out the views for all others
+                self._laid[key] = [Laid(task, shape, storage, workspace) for task in lanes[lane]]
+            for laid in self._laid[key]:
+                laid.run(scaled, keys, values, soft_cap, out, lse)
+
+        in_threads(len(lanes), compute)
         return (out, lse) if return_lse else out
+
+    def _lanes(self, storage: KVStorage) -> list[list[Task]]:
+        """The tasks of each thread: the longest first, always to the thread that has least to do."""
+        threads = self.threads
+        if threads is None:
+            key_bytes = storage.nbytes // (storage.num_layers * storage.num_blocks * storage.block_size)
+            keys = sum(task.cost for task in self.tasks)
+            threads = min(keys * key_bytes // PER_THREAD, available_threads())
+        threads = max(1, min(threads, len(self.tasks)))
+        if threads not in self._split:
+            lanes, loads = [[] for _ in range(threads)], [0] * threads
+            for task in sorted(self.tasks, key=lambda task: -task.cost):
+                least = loads.index(min(loads))
+                lanes[least].append(task)
+                loads[least] += task.cost
+            self._split[threads] = lanes
+        return self._split[threads]
+
+
+# Cutting a batch into tasks
+
+
+class _Batch:
+    """The sequences of a plan: which of their keys and queries count, and how they are cut into tasks."""
+
+    def __init__(
+        self, tables: np.ndarray, lengths: np.ndarray, counts: np.ndarray, block_size: int, window: int | None
+    ):
+        self.tables, self.lengths, self.block_size = tables, lengths, block_size
+        self.window = None if window is None else min(window, int(lengths.max(initial=0)) + 1)
+        self.asked = np.minimum(
+            counts, lengths
+        )  # [batch]  queries that see a key: none before the first does
+        self.rows = np.cumsum(counts) - self.asked  # [batch]  where they stand in the query
+        self.first = lengths - self.asked  # [batch]  and in their sequence
+        self.start = np.zeros_like(lengths)  # [batch]  the first key that one of them sees
+        if window is not None:
+            self.start = np.maximum(self.first - self.window + 1, 0)
+
+    def check_blocks(self) -> tuple[int, int, int]:
+        """The highest visible block, its row and position; ValueError where a visible position has none."""
+        entries = np.arange(self.tables.shape[1])
+        seen = (entries >= self.start[:, None] // self.block_size) & (self.asked[:, None] > 0)
+        seen &= entries < -(-self.lengths[:, None] // self.block_size)  # [batch, max_blocks]
+        blocks = np.where(seen, self.tables, 0)
+        if not seen.any():
+            return 0, 0, 0
+        lowest, highest = (
+            (int(blocks[row, i]), row, max(i * self.block_size, int(self.start[row])))
+            for row, i in (divmod(int(at), blocks.shape[1]) for at in (blocks.argmin(), blocks.argmax()))
+        )
+        check_block(*lowest)
+        return highest
+
+    def cut(self, share: bool) -> list[Task]:
+        """Tasks that cover every query that sees a key."""
+        rest, tasks = np.flatnonzero(self.asked), []
+        if share:
+            families, rest = self._families(rest)
+            tasks += [task for family in families for task in self._together(family)]
+        spans = -(-self.lengths[rest] // self.block_size) - self.start[rest] // self.block_size
+        step = max(1, ROUND // self.block_size)
+        padded = -(-spans // step) * step  # blocks; by a sequence's own length, whoever else is in the batch
+        short = (padded * self.block_size <= SHORT) & (self.asked[rest] <= ROUND)
+        kinds, kind_of = np.unique(
+            np.stack([self.asked[rest], padded], axis=1)[short], axis=0, return_inverse=True
+        )
+        for kind, (_, blocks) in enumerate(kinds.tolist()):
+            alike = rest[short][kind_of.ravel() == kind]
+            many = max(1, SHORTS // (blocks * self.block_size))
+            tasks += [self._side_by_side(alike[i : i + many], blocks) for i in range(0, len(alike), many)]
+        for row in rest[~short].tolist():
+            tasks += self._alone(row)
+        return tasks
+
+    def _alone(self, row: int) -> list[Task]:
+        """One sequence, some of its queries at a time."""
+        length, first = int(self.lengths[row]), int(self.first[row])
+        tasks, step = [], max(LEAST_QUERIES, min(MOST_QUERIES, SCORES // length))
+        for begin in range(first, length, step):
+            end = min(begin + step, length)  # of the queries, and of the keys that the last one sees
+            start = 0 if self.window is None else max(begin - self.window + 1, 0)
+            pieces = self._pieces(row, start, end, slice(0, 1), 0)
+            hidden = None
+            if end - begin > 1:
+                hidden = self._hidden(np.arange(start, end)[None], np.arange(begin, end)[None])
+            at = int(self.rows[row]) + begin - first
+            tasks.append(Task(slice(at, at + end - begin), 1, end - begin, end - start, pieces, hidden))
+        return tasks
+
+    def _pieces(self, row: int, start: int, end: int, members: slice, column: int) -> tuple[Piece, ...]:
+        """The keys at positions start … end − 1 of one sequence, in chunks."""
+        size, pieces = self.block_size, []
+        chunk = max(1, CHUNK // size)
+        for block in range(start // size, -(-end // size), chunk):
+            begin, stop = max(start, block * size), min(end, (block + chunk) * size)
+            blocks = self.tables[row, block : -(-stop // size)]
+            pieces.append(
+                Piece(members, blocks[None], begin - block * size, stop - begin, column + begin - start)
+            )
+        return tuple(pieces)
+
+    def _side_by_side(self, rows: np.ndarray, blocks: int) -> Task:
+        """Short sequences, padded to one length: a run of keys for each."""
+        piece, positions = self._runs(
+            rows, self.start[rows] // self.block_size, blocks, slice(0, len(rows)), 0
+        )
+        n = int(self.asked[rows[0]])
+        return Task(
+            self._query_rows(rows),
+            len(rows),
+            n,
+            piece.tokens,
+            (piece,),
+            self._hidden(positions, self.first[rows, None] + np.arange(n)),
+        )
+
+    def _runs(self, rows, first, blocks: int, members: slice, column: int) -> tuple[Piece, np.ndarray]:
+        """So many blocks of each sequence from its block `first` on, and the positions [runs, tokens] of the keys."""
+        lengths, size = self.lengths[rows, None], self.block_size
+        entries = np.minimum(
+            first[:, None] + np.arange(blocks), (lengths - 1) // size
+        )  # its last one again: a hole
+        positions = first[:, None] * size + np.arange(blocks * size)  # [runs, tokens]
+        missing = (positions >= lengths) | (positions < self.start[rows, None])
+        positions[missing] = HIDDEN
+        holes = np.flatnonzero(missing)
+        taken = self.tables[rows[:, None], entries]
+        return Piece(members, taken, 0, blocks * size, column, holes if holes.size else None), positions
+
+    def _query_rows(self, rows: np.ndarray) -> np.ndarray:
+        return (self.rows[rows, None] + np.arange(self.asked[rows[0]])).ravel()
+
+    def _hidden(self, keys: np.ndarray, queries: np.ndarray) -> np.ndarray | None:
+        """What queries may not see: bool [members, 1, queries, last columns] for positions [members, …]."""
+        keys, queries = keys[:, None, None], queries[:, None, :, None]
+        hidden = keys > queries
+        if self.window is not None:
+            hidden |= keys <= queries - self.window
+        columns = hidden.any(axis=(0, 1, 2))
+        return hidden[..., int(columns.argmax()) :] if columns.any() else None
+
+    def _families(self, rows: np.ndarray) -> tuple[list["_Family"], np.ndarray]:
+        """Sequences that begin with the same full blocks, and the others.
+
+        Walks down the tree of block ids: all `members` of a node agree up to `depth`, and read together what
+        they share from `start` on, once that is worth a gather.
+        """
+        whole = np.where(
+            self.start > 0, 0, self.lengths // self.block_size
+        )  # [batch]  blocks that could be shared
+        families, alone = [], []
+        nodes = [(rows[self.asked[rows] == n], 0, 0, None) for n in np.unique(self.asked[rows])]
+        while nodes:
+            members, start, depth, family = nodes.pop()
+            tables = self.tables[members, : whole[members].min()]
+            same = np.append((tables[:, depth:] == tables[0, depth:]).all(axis=0), False)
+            depth += int(same.argmin())
+            if (depth - start) * self.block_size * (len(members) - 1) >= LEAST_SHARED:
+                if family is None:
+                    family = _Family()
+                    families.append(family)
+                family.shared.append((len(family.rows), len(family.rows) + len(members), start, depth))
+                start = depth
+            more = whole[members] > depth
+            blocks = np.where(more, self.tables[members, min(depth, self.tables.shape[1] - 1)], HIDDEN)
+            order = blocks.argsort(kind="stable")
+            for part in np.split(order, np.flatnonzero(np.diff(blocks[order])) + 1):
+                if len(part) > 1 and more[part[0]]:
+                    nodes.append((members[part], start, depth, family))
+                elif family is None:
+                    alone += members[part].tolist()
+                else:
+                    family.rows += members[part].tolist()
+                    family.own += [start] * len(part)
+        return families, np.array(sorted(alone), np.intp)
+
+    def _together(self, family: "_Family") -> list[Task]:
+        """A family's members, as many at a time as have room for their scores."""
+        rows, own = np.array(family.rows), np.array(family.own)
+        column = self.block_size * max(end for *_, end in family.shared)  # behind all shared keys
+        width = column + int((self.lengths[rows] - own * self.block_size).max())
+        most = max(1, SCORES // (width * int(self.asked[rows[0]])))
+        tasks = []
+        for i in range(0, len(rows), most):
+            shared = [
+                (max(first - i, 0), min(last - i, most), start, end)
+                for first, last, start, end in family.shared
+                if first < i + most and last > i
+            ]
+            tasks.append(self._sharing(rows[i : i + most], own[i : i + most], shared, column))
+        return tasks
+
+    def _sharing(self, rows: np.ndarray, own: np.ndarray, shared: list, column: int) -> Task:
+        """Shared blocks, read once for all members that have them, and behind `column` what is each one's own."""
+        size, members, n = self.block_size, len(rows), int(self.asked[rows[0]])
+        tails = self.lengths[rows] - own * size
+        blocks = -(-int(tails.max()) // size)
+        positions = np.full((members, column + blocks * size), HIDDEN)
+        pieces = []
+        for first, last, start, end in shared:
+            begin, stop = start * size, end * size
+            pieces += self._pieces(rows[first], begin, stop, slice(first, last), begin)
+            positions[first:last, begin:stop] = np.arange(begin, stop)
+        if blocks * size <= SHORT:
+            many = max(1, SHORTS // max(1, blocks * size))
+            for i in range(0, members if blocks else 0, many):
+                part = slice(i, min(i + many, members))
+                piece, positions[part, column:] = self._runs(rows[part], own[part], blocks, part, column)
+                pieces.append(piece)
+        else:
+            for i, (row, begin) in enumerate(zip(rows.tolist(), (own * size).tolist(), strict=True)):
+                stop = int(self.lengths[row])
+                pieces += self._pieces(row, begin, stop, slice(i, i + 1), column)
+                positions[i, column : column + stop - begin] = np.arange(begin, stop)
+        hidden = self._hidden(positions, self.first[rows, None] + np.arange(n))
+        return Task(self._query_rows(rows), members, n, positions.shape[1], tuple(pieces), hidden)
+
+
+class _Family:
+    """Sequences that begin alike: rows in the order of a task, the first block each has for itself, shared runs."""
+
+    def __init__(self):
+        self.rows: list[int] = []
+        self.own: list[int] = []
+        self.shared: list[tuple[int, int, int, int]] = []  # first member, one behind the last; first block, …
+
+
+# Threads
+
+_idle: list[Workspace] = []  # the last one used on top: its memory is the likeliest to be in a cache
+_pool: ThreadPoolExecutor | None = None
+_lock = threading.Lock()
+
+
+def in_threads(lanes: int, compute: Callable[[int, Workspace], None]) -> None:
+    """Call compute(lane, workspace) for each lane, all at once; this thread takes the first."""
+    workspaces = [_borrowed() for _ in range(lanes)]
+    try:
+        if lanes == 1:
+            compute(0, workspaces[0])
+        else:
+            with one_blas_thread:
+                others = [_threads().submit(compute, i, workspaces[i]) for i in range(1, lanes)]
+                try:
+                    compute(0, workspaces[0])
+                finally:
+                    wait(others)
+                for other in others:
+                    other.result()
+    finally:
+        _idle.extend(reversed(workspaces))
+
+
+def available_threads() -> int:
+    """Threads that can work at once: the processors we may use, or one where BLAS cannot be told to use one each."""
+    if one_blas_thread.controller() is None:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _borrowed() -> Workspace:
+    try:
+        return _idle.pop()
+    except IndexError:
+        return Workspace()
+
+
+def _threads() -> ThreadPoolExecutor:
+    global _pool
+    with _lock:
+        if _pool is None:
+            _pool = ThreadPoolExecutor(MOST_THREADS, "pagedkv")  # each starts when it is first needed
+        return _pool
+
+
+def _forget_threads() -> None:
+    global _pool
+    _pool = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_threads)  # a forked process has none of the threads
+
+
+class _OneBlasThread:
+    """While somebody is inside, NumPy's BLAS computes in the thread that calls it. The setting is the process's own,
+    so the last to leave puts it back."""
+
+    def __init__(self):
+        self._inside, self._limit, self._found = 0, None, None
+
+    def controller(self):
+        """threadpoolctl's, or None where that is not installed; looked for once."""
+        with _lock:
+            if self._found is None:
+                try:
+                    from threadpoolctl import ThreadpoolController
+                except ImportError:
+                    self._found = (None,)
+                else:
+                    self._found = (ThreadpoolController().select(user_api="blas"),)
+            return self._found[0]
+
+    def __enter__(self) -> None:
+        controller = self.controller()
+        with _lock:
+            self._inside += 1
+            if self._inside == 1 and controller is not None:
+                self._limit = controller.limit(limits=1)
+
+    def __exit__(self, *error) -> None:
+        with _lock:
+            self._inside -= 1
+            if self._inside == 0 and self._limit is not None:
+                self._limit.restore_original_limits()
+                self._limit = None
+
+
+one_blas_thread = _OneBlasThread()

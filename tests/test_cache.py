@@ -193,13 +193,14 @@ def test_a_page_pulled_away_during_attention_is_noticed(monkeypatch):
     cache = new_cache(4, 4)
     cache.add("a")
     cache.append("a", *all_layers([1, 2]), 2)
-    plan, read = cache.plan("a"), cache.storage.read
+    plan, stored = cache.plan("a"), cache.storage.stored
 
-    def pulled_away(layer, slots):
-        cache.free("a")
-        return read(layer, slots)
+    def pulled_away(name, layer):
+        if name == "keys":
+            cache.free("a")
+        return stored(name, layer)
 
-    monkeypatch.setattr(cache.storage, "read", pulled_away)
+    monkeypatch.setattr(cache.storage, "stored", pulled_away)
     with pytest.raises(StalePlan, match="'a'"):
         cache.attend(0, np.zeros((1, HEADS, HEAD_DIM), np.float32), plan)
 

@@ -17,6 +17,7 @@ ROOMS = [
     "prefix_cache",
     "manager",
     "attention",
+    "tiles",
     "decode",
     "cache",
     "lm",

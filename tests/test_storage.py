@@ -239,7 +239,7 @@ def test_sizes_are_whole_numbers_of_at_least_one(name, number):
 
 @pytest.mark.parametrize("dtype", ["float64", "int8x", "f4", np.int32, None, 3])
 def test_unknown_types_are_named_with_the_known_ones(dtype):
-    with pytest.raises(ValueError, match="dtype must be one of float32, float16, got"):
+    with pytest.raises(ValueError, match="dtype must be one of float32, float16, bfloat16, int8, got"):
         KVStorage(1, 1, 1, 1, 1, dtype)
 
 

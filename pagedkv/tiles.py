@@ -1,0 +1,227 @@
+"""The arithmetic of one task of the fast kernel: gather keys, all scores, one softmax, gather values.
+
+Two passes instead of an online softmax: keys and values are still read once each, and nothing is rescaled.
+Pages are copied in chunks into memory that stays in the processor's cache; there, one call of matmul
+multiplies many small tiles. Keys and values are never repeated for grouped queries.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from .storage import KVStorage
+
+TILE = (
+    128  # keys of one product: OpenBLAS has a fast path for small ones, up to about a million multiplications
+)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Keys that one call gathers: one run of positions that all its members read, or one run for each of them."""
+
+    members: slice  # of the task
+    blocks: np.ndarray  # intp [runs, blocks]: runs is 1, or the number of members
+    skip: int  # slots of the first block in front of the first key
+    tokens: int  # of each run
+    column: int  # of the scores, where the keys begin
+    holes: np.ndarray | None = None  # intp: which of the gathered slots hold no key that may be seen
+
+
+@dataclass(frozen=True)
+class Task:
+    """Queries whose scores stand together, for one softmax: one sequence, several short ones, or a shared prefix."""
+
+    rows: slice | np.ndarray  # of the query, member after member
+    members: int
+    queries: int  # of each member
+    width: int  # columns of scores
+    pieces: tuple[Piece, ...]
+    hidden: np.ndarray | None = None  # bool [members, 1, queries, the last columns]: what a query may not see
+
+    @property
+    def cost(self) -> int:
+        """About how long it takes, in gathered keys."""
+        gathered = sum(piece.blocks.shape[0] * piece.tokens for piece in self.pieces)
+        return gathered + self.members * self.queries * self.width // 16
+
+
+class Shape(NamedTuple):
+    """Of the vectors: what a plan does not know and a model does."""
+
+    block_size: int
+    kv_heads: int
+    group: int  # query heads that share a KV head
+    head_dim: int
+
+
+class Workspace:
+    """Memory that one thread computes in. It grows to what the largest task needs and serves all plans.
+
+    A task takes 4 bytes times: gathered slots · kv_heads · head_dim (and these once more as they are stored, in a
+    narrow type), members · queries · heads · width of scores, and a few vectors for each query.
+    """
+
+    def __init__(self):
+        self._memory: dict[str, np.ndarray] = {}
+
+    def array(self, name: str, shape: tuple[int, ...], dtype=np.float32) -> np.ndarray:
+        """An array over the memory of this name, which it shares with all others of the name."""
+        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+        if name not in self._memory or self._memory[name].nbytes < nbytes:
+            self._memory[name] = np.empty(nbytes, np.uint8)
+        return self._memory[name][:nbytes].view(dtype).reshape(shape)
+
+
+class Product(NamedTuple):
+    """Views of some keys and values of a piece, tile by tile (or run by run), and of what they meet and make."""
+
+    q: np.ndarray  # [1 or runs, kv_heads, rows, head_dim]
+    keys: np.ndarray  # [tiles or runs, kv_heads, head_dim, tokens]
+    scores: np.ndarray  # [tiles or runs, kv_heads, rows, tokens]
+    values: np.ndarray  # [tiles or runs, kv_heads, tokens, head_dim]
+    scales: np.ndarray | None  # [tiles or runs, kv_heads, 1, tokens]
+    part: np.ndarray  # [tiles or runs, kv_heads, rows, head_dim]
+    out: np.ndarray  # [1 or runs, kv_heads, rows, head_dim]
+
+
+class Gather:
+    """One piece laid into a workspace."""
+
+    def __init__(self, piece: Piece, task: "Laid", shape: Shape, storage: KVStorage, workspace: Workspace):
+        runs, blocks = piece.blocks.shape
+        size, kv, head_dim = blocks * shape.block_size, shape.kv_heads, shape.head_dim
+        self.blocks, self.holes = piece.blocks.reshape(-1), piece.holes
+        self.format = storage.format
+        lead = (runs * blocks, shape.block_size, kv)
+        self.pages = workspace.array("pages", (*lead, head_dim))
+        self.stored, self.scales = self.pages, None
+        if self.format.dtype != np.float32:
+            self.stored = workspace.array("stored pages", (*lead, head_dim), self.format.dtype)
+        if self.format.scales("keys"):
+            self.scales = workspace.array("scales", lead)
+        flat = slice(
+            piece.skip, piece.skip + runs * piece.tokens
+        )  # several runs have no skip and whole blocks
+        self.narrow = self.stored.reshape(-1, kv, head_dim)[flat]
+        self.wide = self.pages.reshape(-1, kv, head_dim)[flat]
+
+        def by_run(array: np.ndarray) -> np.ndarray:
+            return array.reshape(runs, size, *array.shape[2:])[:, piece.skip : piece.skip + piece.tokens]
+
+        tokens = by_run(self.pages)  # [runs, tokens, kv_heads, head_dim]
+        scales = None if self.scales is None else by_run(self.scales)  # [runs, tokens, kv_heads]
+        q, out, scores = (
+            array[:, piece.members].reshape(kv, runs, -1, array.shape[-1]).transpose(1, 0, 2, 3)
+            for array in (task.q, task.out, task.scores)
+        )  # [runs, kv_heads, rows, …]
+        scores = scores[..., piece.column : piece.column + piece.tokens]
+        whole = piece.tokens // TILE if runs == 1 else 0
+        self.products = []
+        for start, tiles, length in ((0, whole, TILE), (whole * TILE, 1, piece.tokens - whole * TILE)):
+            if tiles * length == 0:
+                continue
+            stop, many = start + tiles * length, runs if runs > 1 else tiles
+            K = tokens[:, start:stop].reshape(many, length, kv, head_dim)
+            S = scores[..., start:stop]
+            if runs == 1:
+                S = S[0].reshape(kv, -1, tiles, length).transpose(2, 0, 1, 3)
+            part = workspace.array("parts", (many, kv, q.shape[2], head_dim))
+            by = None if scales is None else scales[:, start:stop].reshape(many, length, kv)
+            self.products.append(
+                Product(
+                    q,
+                    K.transpose(0, 2, 3, 1),
+                    S,
+                    K.transpose(0, 2, 1, 3),
+                    None if by is None else by.transpose(0, 2, 1)[:, :, None],
+                    part,
+                    out,
+                )
+            )
+
+    def load(self, pages: np.ndarray, scales: np.ndarray | None) -> None:
+        """Copy the blocks of one layer's keys or values here, as float32."""
+        pages.take(self.blocks, 0, self.stored, "clip")  # checked by the plan; "raise" would copy twice
+        if self.holes is not None:
+            self.narrow[self.holes] = 0  # 0 weights do not help against NaN
+        if self.narrow is not self.wide and self.stored is not self.pages:
+            self.format.widen(self.narrow, self.wide)
+        if self.scales is not None:
+            scales.take(self.blocks, 0, self.scales, "clip")
+            if self.holes is not None:
+                self.scales.reshape(-1, self.scales.shape[-1])[self.holes] = 0
+
+
+class Laid:
+    """A task laid into a workspace: all views are made, what a layer still needs is gathers and products."""
+
+    def __init__(self, task: Task, shape: Shape, storage: KVStorage, workspace: Workspace):
+        m, n, kv, group = task.members, task.queries, shape.kv_heads, shape.group
+        self.task, self.format = task, storage.format
+        self.q = workspace.array("queries", (kv, m, group * n, shape.head_dim))
+        self.out = workspace.array("outputs", (kv, m, group * n, shape.head_dim))
+        self.scores = workspace.array("scores", (kv, m, group * n, task.width))
+        by_query = (kv, m, group, n, shape.head_dim)
+        self.given = self.q.reshape(by_query).transpose(
+            1, 3, 0, 2, 4
+        )  # [members, queries, kv_heads, group, head_dim]
+        self.found = self.out.reshape(by_query).transpose(1, 3, 0, 2, 4)
+        self.maskable = None
+        if task.hidden is not None:
+            self.maskable = self.scores.reshape(kv, m, group, n, -1)[..., -task.hidden.shape[-1] :]
+        self.gathers = [Gather(piece, self, shape, storage, workspace) for piece in task.pieces]
+
+    def run(
+        self,
+        query: np.ndarray,
+        keys: tuple[np.ndarray, np.ndarray | None],
+        values: tuple[np.ndarray, np.ndarray | None],
+        soft_cap: np.float32 | None,
+        out: np.ndarray,
+        lse: np.ndarray | None,
+    ) -> None:
+        """Attention of the task's rows of the query, which are scaled already, into those of out and lse."""
+        rows, scores = self.task.rows, self.scores
+        np.copyto(self.given, query[rows].reshape(self.given.shape))
+        for gather in self.gathers:
+            gather.load(*keys)
+            for p in gather.products:
+                np.matmul(p.q, p.keys, out=p.scores)
+                if p.scales is not None:
+                    np.multiply(p.scores, p.scales, out=p.scores)
+        if self.format.factor != 1:  # the query brings the other half: one of them alone could overflow
+            scores *= np.float32(self.format.factor**0.5)
+        if soft_cap is not None:
+            scores /= soft_cap
+            np.tanh(scores, out=scores)
+            scores *= soft_cap
+        if self.maskable is not None:
+            np.copyto(self.maskable, -np.inf, where=self.task.hidden)  # a select: adding to NaN would keep it
+        peak = scores.max(axis=-1, keepdims=True)  # [kv_heads, members, group · queries, 1]
+        np.maximum(peak, np.finfo(np.float32).min, out=peak)  # −inf − −inf would be NaN
+        scores -= peak
+        np.exp(scores, out=scores)
+        total = scores.sum(axis=-1, keepdims=True)
+        if lse is not None:
+            self._log_sum_exp(total, peak, lse)
+        if self.format.factor != 1:
+            scores *= np.float32(self.format.factor)
+        self.out[...] = 0
+        for gather in self.gathers:
+            gather.load(*values)
+            for p in gather.products:
+                if p.scales is not None:
+                    np.multiply(p.scores, p.scales, out=p.scores)
+                np.matmul(p.scores, p.values, out=p.part)
+                p.out[...] += p.part if len(p.part) == len(p.out) else p.part.sum(axis=0)
+        self.out /= np.maximum(total, np.finfo(np.float32).tiny)
+        out[rows] = self.found.reshape(-1, *out.shape[1:])
+
+    def _log_sum_exp(self, total: np.ndarray, peak: np.ndarray, lse: np.ndarray) -> None:
+        with np.errstate(divide="ignore"):
+            found = np.log(total, dtype=np.float64) + peak  # [kv_heads, members, group · queries, 1]
+        by_query = found.reshape(*self.found.shape[2:3], self.task.members, -1, self.task.queries)
+        lse[self.task.rows] = by_query.transpose(1, 3, 0, 2).reshape(-1, lse.shape[1])
