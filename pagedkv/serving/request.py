@@ -41,6 +41,8 @@ class Request:
     stop: int | None = None
 
     def __post_init__(self):
+        if not isinstance(self.id, SeqId) or isinstance(self.id, bool):
+            raise ValueError(f"a request's id must be an int or a str, got {self.id!r}")
         if (self.prompt is None) == (self.num_tokens is None):
             raise ValueError(f"request {self.id!r} needs its prompt's tokens or their number (num_tokens)")
         if self.prompt is not None:
@@ -88,7 +90,8 @@ class SequenceGroup:
     """
 
     request: Request
-    seq_ids: list[SeqId] = field(default_factory=list)  # the living; all of them, forked or not
+    names: tuple[SeqId, ...] = ()  # of all its sequences
+    seq_ids: list[SeqId] = field(default_factory=list)  # the living ones, forked or not
     texts: dict[SeqId, list[int]] = field(default_factory=dict)
     computed: int = 0
     written: int = 0
@@ -100,8 +103,9 @@ class SequenceGroup:
 
     def __post_init__(self):
         request = self.request
-        one = request.width == 1
-        self.seq_ids = [request.id] if one else [f"{request.id}.{i}" for i in range(request.width)]
+        several = tuple(f"{request.id}.{i}" for i in range(request.width))
+        self.names = (request.id,) if request.width == 1 else several
+        self.seq_ids = list(self.names)
         self.forget()
 
     @property
@@ -135,3 +139,8 @@ class SequenceGroup:
         prompt, n = self.request.prompt, self.request.num_tokens
         text = self.texts.get(seq_id, [])[max(start - n, 0) : max(stop - n, 0)]
         return np.concatenate([prompt[start:stop], np.array(text, np.int64)])
+
+    def hashes(self, block_size: int) -> list:
+        """The hashes of its full blocks, as far as they are given; of several texts, those of their prompt."""
+        full = self.request.num_tokens // block_size if self.request.width > 1 else None
+        return list(self.request.block_hashes or ())[:full]

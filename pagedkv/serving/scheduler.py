@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
@@ -15,8 +17,7 @@ from .request import Request, SequenceGroup
 PREEMPTIONS = ("recompute", "swap")
 
 
-@dataclass(frozen=True)
-class Chunk:
+class Chunk(NamedTuple):
     """One request's part of a step: the next tokens of each of its active sequences."""
 
     request_id: SeqId
@@ -38,17 +39,17 @@ class Step:
     preempted: tuple[SeqId, ...]
     repeat: int = 1  # decode steps in a row, all alike: see Scheduler.repeat
 
-    @property
+    @cached_property
     def prefill_tokens(self) -> int:
         """Tokens of prompts, and of texts that are computed again."""
         return sum(len(chunk.seq_ids) * chunk.num_tokens for chunk in self.chunks if not chunk.decode)
 
-    @property
+    @cached_property
     def decode_tokens(self) -> int:
         """Tokens that were chosen in the step before; in each of its repeats."""
         return sum(len(chunk.seq_ids) for chunk in self.chunks if chunk.decode)
 
-    @property
+    @cached_property
     def recomputed_tokens(self) -> int:
         """Tokens that a preemption made necessary once more."""
         return sum(len(chunk.seq_ids) * chunk.recomputed for chunk in self.chunks)
@@ -110,6 +111,7 @@ class Scheduler(Observed):
         self.running: list[SequenceGroup] = []  # oldest first
         self.waiting: deque[SequenceGroup] = deque()  # oldest first; swapped ones among them
         self._groups: dict[SeqId, SequenceGroup] = {}  # by request
+        self._names: set[SeqId] = set()  # of their sequences
         self._step: Step | None = None  # scheduled, not yet advanced
         self._aborted: set[SeqId] = set()  # meanwhile
 
@@ -136,10 +138,11 @@ class Scheduler(Observed):
         self.check_fits(request)
         if request.id in self._groups:
             raise ValueError(f"request {request.id!r} exists already")
-        for seq_id in group.seq_ids:
-            if self._is_registered(seq_id):
+        for seq_id in group.names:
+            if seq_id in self._names or self._is_registered(seq_id):
                 raise ValueError(f"sequence {seq_id!r} exists already")
         self._groups[request.id] = group
+        self._names.update(group.names)
         self.waiting.append(group)
         self._tell("arrive", started, (request.id,), waiting=len(self.waiting))
         return group
@@ -213,13 +216,10 @@ class Scheduler(Observed):
         if step.admitted or not all(chunk.decode for chunk in step.chunks):
             return step
         groups = [self._groups[chunk.request_id] for chunk in step.chunks]
-        extra = min([times, *(group.request.max_new_tokens - group.written for group in groups)]) - 1
-        while extra > 0:
-            shares = dict.fromkeys(groups, extra)
-            if self.pool.blocks_needed(*_flat(shares)) <= self.pool.num_free:
-                self._extend(shares)
-                break
-            extra //= 2
+        alike = min([times, *(group.request.max_new_tokens - group.written for group in groups)])
+        extra = self._with_room(groups, alike - 1)
+        if extra > 0:
+            self._extend(dict.fromkeys(groups, extra))
         self._step = replace(step, repeat=1 + extra)
         return self._step
 
@@ -295,12 +295,28 @@ class Scheduler(Observed):
     def _make_room(self, shares: dict[SequenceGroup, int]) -> list[SequenceGroup]:
         """Preempt, last arrived first, until the shares find enough blocks. They leave `shares` too."""
         preempted = []
+        if _most_blocks(shares, self.pool.block_size) <= self.pool.num_free:
+            return preempted  # without asking more closely
         while shares and self.pool.blocks_needed(*_flat(shares)) > self.pool.num_free:
             victim = self.running[-1]
             shares.pop(victim, None)
             self._preempt(victim)
             preempted.append(victim)
         return preempted
+
+    def _with_room(self, groups: list[SequenceGroup], most: int) -> int:
+        """How many tokens more, up to `most`, all sequences find blocks for; their last blocks are their own."""
+        size, free = self.pool.block_size, self.pool.num_free
+        held = np.array([group.computed for group in groups for _ in group.active])  # [sequences]
+        blocks = -(-held // size)
+        fits, too_many = 0, most + 1
+        while too_many - fits > 1:
+            extra = (fits + too_many) // 2 if too_many <= most else most
+            if (-(-(held + extra) // size) - blocks).sum() <= free:
+                fits = extra
+            else:
+                too_many = extra
+        return fits
 
     def _admit(self, budget: int) -> Iterable[tuple[SequenceGroup, int, Reservation]]:
         """Let groups in from the head of the queue, until one does not fit: nobody overtakes it."""
@@ -322,8 +338,8 @@ class Scheduler(Observed):
         started = self._clock()
         (seq_id,) = group.active
         if not self._is_registered(seq_id):
-            self._register(group, seq_id)
-        hit = 0
+            self._register(group)
+        hit = self.pool.match(seq_id)
         n = min(group.pending - hit, self.chunk, budget)
         if not self._has_room(self.pool.blocks_needed(seq_id, group.pending - hit)):
             return None
@@ -451,14 +467,44 @@ class Scheduler(Observed):
                 self.pool.free(group.active)
         group.place = "done"
         del self._groups[group.request.id]
+        self._names.difference_update(group.names)
 
     def _commit(self, step: Step) -> None:
-        pass
+        """Let the blocks that a step has filled be found by other prompts."""
+        if not self._manager.prefix_cache:
+            return
+        tokens, hashes, size = {}, {}, self.pool.block_size
+        for chunk in step.chunks:
+            group = self._groups[chunk.request_id]
+            start, stop = chunk.start, group.computed
+            if group.request.prompt is not None:
+                tokens |= {seq_id: group.tokens(seq_id, start, stop) for seq_id in chunk.seq_ids}
+            elif filled := group.hashes(size)[start // size : stop // size]:
+                hashes |= dict.fromkeys(chunk.seq_ids, filled)
+        tokens = {seq_id: row for seq_id, row in tokens.items() if len(row)}
+        if tokens:
+            self.pool.commit([*tokens], [*tokens.values()])
+        if hashes:
+            self.pool.commit([*hashes], block_hashes=[*hashes.values()])
 
     # The pool
 
-    def _register(self, group: SequenceGroup, seq_id: SeqId) -> None:
-        self.pool.add(seq_id)
+    @property
+    def _manager(self) -> BlockManager:
+        return self.pool.manager if isinstance(self.pool, PagedKVCache) else self.pool
+
+    def _register(self, group: SequenceGroup) -> None:
+        """Announce what a group is going to compute first, so that its beginning can be found in the cache."""
+        (seq_id,), request, size = group.active, group.request, self.pool.block_size
+        apart = {"cache_salt": request.cache_salt, "adapter": request.adapter}
+        if request.prompt is not None:
+            self.pool.add(seq_id, tokens=group.tokens(seq_id, 0, group.known), **apart)
+        elif request.block_hashes is not None:
+            hashes = group.hashes(size)[: group.known // size]
+            length = min(group.known, len(hashes) * size + size - 1)  # as far as it is known what it says
+            self.pool.add(seq_id, block_hashes=hashes, num_tokens=length, **apart)
+        else:
+            self.pool.add(seq_id)
 
     def _is_registered(self, seq_id: SeqId) -> bool:
         try:
@@ -469,7 +515,7 @@ class Scheduler(Observed):
 
     def check_fits(self, request: Request) -> None:
         """A request that would not fit an empty pool would wait for ever, and everyone behind it."""
-        name, manager = request.id, getattr(self.pool, "manager", self.pool)
+        name, manager = request.id, self._manager
         needed, limit = request.most_blocks(manager.block_size), manager.tables.max_length
         if needed > manager.num_blocks:
             raise ValueError(
@@ -477,6 +523,9 @@ class Scheduler(Observed):
             )
         if limit is not None and request.most_tokens > limit:
             raise ValueError(f"request {name!r} needs {request.most_tokens} positions, max_length is {limit}")
+        hashes, full = request.block_hashes, request.num_tokens // manager.block_size
+        if hashes is not None and len(hashes) < full:
+            raise ValueError(f"the prompt of {name!r} fills {full} blocks, got {len(hashes)} block_hashes")
         most = min(self.max_batch, self.token_budget, self.chunk * request.width)
         if request.width > most:
             raise ValueError(
@@ -505,6 +554,11 @@ def _flat(shares: Mapping[SequenceGroup, int]) -> tuple[list[SeqId], list[int]]:
 
 def _total(shares: Mapping[SequenceGroup, int]) -> int:
     return sum(n * len(group.active) for group, n in shares.items())
+
+
+def _most_blocks(shares: Mapping[SequenceGroup, int], block_size: int) -> int:
+    """No fewer blocks than the shares can need: the first token may cost a new block or a copy."""
+    return sum(len(group.active) * (1 + -(-(n - 1) // block_size)) for group, n in shares.items())
 
 
 def _blocks_of(pool: BlockManager | PagedKVCache, seq_ids: list[SeqId]) -> int:
