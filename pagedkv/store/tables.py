@@ -1,0 +1,223 @@
+"""What a snapshot says beside its pages: layout, block tables, lengths, tokens. JSON under a checksum."""
+
+import dataclasses
+import json
+import struct
+import zlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..allocator import whole_number
+from ..block_table import NOTHING, SeqId, as_ids
+from ..manager import Snapshot
+from .record import KEY_BYTES, Layout, check_key
+
+MAGIC = b"\x89pagedkv-tables\n"  # a reader finds the tables by them, whatever container they stand in
+HEAD = struct.Struct(
+    "<16sIQQ"
+)  # magic, checksum of all that follows, length of the JSON, where the pages begin
+CHECKED = 20  # what the checksum covers begins here
+VERSION = 1
+DIGEST_BYTES = 32  # of the prefix cache, in a Snapshot
+
+
+class SnapshotError(ValueError):
+    """What is on disk is no snapshot, or none that this cache can take; nothing was changed."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """A snapshot without its pages.
+
+    Args: num_blocks: of the pool that was saved; snapshot: its `indices` are page numbers, from 0; tokens: what
+        the caller says about the texts; num_pages; stem: what the keys of this snapshot's pages begin with;
+        digests: their keys, where they are named by their contents instead.
+    """
+
+    layout: Layout
+    num_blocks: int
+    snapshot: Snapshot
+    tokens: dict[SeqId, list[int]]
+    num_pages: int
+    stem: bytes = b""
+    digests: tuple[bytes, ...] | None = None
+
+    def key(self, number: int) -> bytes:
+        """The key that page `number` must have."""
+        if self.digests is not None:
+            return self.digests[number]
+        return self.stem + number.to_bytes(KEY_BYTES - len(self.stem), "little")
+
+    def choose(self, seq_ids: SeqId | Iterable[SeqId] | None) -> "Tables":
+        """The same for some of the sequences. KeyError names one that was not saved."""
+        if seq_ids is None:
+            return self
+        place = {seq_id: i for i, seq_id in enumerate(self.snapshot.seq_ids)}
+        ids = as_ids(seq_ids)
+        for seq_id in ids:
+            if seq_id not in place:
+                raise KeyError(f"sequence {seq_id!r} is not in the snapshot, which has {list(place)}")
+        rows = [place[seq_id] for seq_id in ids]
+        return replace(self, snapshot=rebuilt(self.snapshot, rows))
+
+    def known_tokens(self) -> dict[SeqId, list[int]]:
+        """The tokens of each sequence, as far as anybody said them."""
+        s = self.snapshot
+        found = {}
+        if s.tokens is not None:
+            found = {seq_id: part(s.tokens, s.token_indptr, i).tolist() for i, seq_id in enumerate(s.seq_ids)}
+        return found | {seq_id: self.tokens[seq_id] for seq_id in s.seq_ids if seq_id in self.tokens}
+
+    # As bytes
+
+    def to_bytes(self, pages_at: int = 0) -> bytes:
+        """The tables as they stand in a file; the length does not depend on `pages_at`."""
+        fields = {
+            "version": VERSION,
+            "layout": self.layout.to_json(),
+            "num_blocks": self.num_blocks,
+            "snapshot": {name: _plain(getattr(self.snapshot, name)) for name in FIELDS},
+            "tokens": [[seq_id, tokens] for seq_id, tokens in self.tokens.items()],
+            "num_pages": self.num_pages,
+            "stem": self.stem.hex(),
+            "digests": self.digests and [digest.hex() for digest in self.digests],
+        }
+        text = json.dumps(fields).encode()
+        rest = struct.pack("<QQ", len(text), pages_at) + text
+        return struct.pack("<16sI", MAGIC, zlib.crc32(rest)) + rest
+
+
+def parse(data, at: int = 0) -> tuple[Tables, int, int]:
+    """The tables that begin at a place of some bytes.
+
+    Returns: them, where the pages begin, and where they themselves end.
+    Raises: SnapshotError if they are damaged, of another version, or nonsense under a right checksum.
+    """
+    try:
+        magic, written, length, pages_at = HEAD.unpack_from(data, at)
+    except struct.error:
+        raise SnapshotError("the tables are cut off") from None
+    end = at + HEAD.size + length
+    if magic != MAGIC or end > len(data) or zlib.crc32(data[at + CHECKED : end]) != written:
+        raise SnapshotError("the checksum of the tables is wrong")
+    try:
+        fields = json.loads(bytes(data[at + HEAD.size : end]))
+        if fields["version"] != VERSION:
+            raise SnapshotError(
+                f"version {fields['version']!r} of the format; version {VERSION} is known here"
+            )
+        return _checked(fields), pages_at, end
+    except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
+        if isinstance(error, SnapshotError):
+            raise
+        raise SnapshotError(f"the tables make no sense ({type(error).__name__}: {error})") from error
+
+
+def _checked(fields: dict) -> Tables:
+    snapshot = Snapshot(**{name: _unplain(fields["snapshot"][name]) for name in FIELDS})
+    snapshot = replace(snapshot, seq_ids=tuple(snapshot.seq_ids))
+    num_pages = whole_number("num_pages", fields["num_pages"])
+    indices = snapshot.indices
+    if indices.size and not NOTHING <= indices.min() <= indices.max() < num_pages:
+        raise ValueError(f"pages must be 0 … {num_pages - 1}")
+    batch = len(snapshot.seq_ids)
+    if len(snapshot.indptr) != batch + 1 or len(snapshot.lengths) != batch:
+        raise ValueError(f"{batch} sequences with {len(snapshot.lengths)} lengths")
+    digests = fields["digests"] and tuple(map(bytes.fromhex, fields["digests"]))
+    for digest in digests or ():
+        check_key(digest)
+    if digests is not None and len(digests) != num_pages:
+        raise ValueError(f"{len(digests)} digests for {num_pages} pages")
+    return Tables(
+        Layout.from_json(fields["layout"]),
+        whole_number("num_blocks", fields["num_blocks"], minimum=1),
+        snapshot,
+        {seq_id: [int(token) for token in tokens] for seq_id, tokens in fields["tokens"]},
+        num_pages,
+        bytes.fromhex(fields["stem"]),
+        digests,
+    )
+
+
+# Every field of a Snapshot but the versions, which mean something only in the pool that it was taken from.
+FIELDS = tuple(field.name for field in dataclasses.fields(Snapshot) if field.name != "versions")
+
+
+def _plain(value):
+    """A field as JSON: arrays as {type: numbers}, digests as {"hex": […]}."""
+    if not isinstance(value, np.ndarray):
+        return value
+    if value.dtype == np.uint8:
+        return {"hex": [row.tobytes().hex() for row in value]}
+    return {value.dtype.name: value.tolist()}
+
+
+def _unplain(value):
+    if not isinstance(value, dict):
+        return value
+    ((kind, items),) = value.items()
+    if kind == "hex":
+        return np.frombuffer(bytes.fromhex("".join(items)), np.uint8).reshape(-1, DIGEST_BYTES)
+    if kind not in ("int32", "int64"):
+        raise ValueError(f"an array of {kind!r}")
+    return np.array(items, kind).reshape(len(items))
+
+
+# Parts of snapshots
+
+
+def part(items: np.ndarray, indptr: np.ndarray, row: int) -> np.ndarray:
+    """Row `row` of rows that stand end to end."""
+    return items[indptr[row] : indptr[row + 1]]
+
+
+def rebuilt(
+    snapshot: Snapshot,
+    rows: Sequence[int],
+    lengths: dict[int, int] | None = None,
+    trusted: dict[int, int] | None = None,
+) -> Snapshot:
+    """Some rows of a snapshot, some of them shorter.
+
+    Args: lengths: row -> its new length, a whole number of blocks; trusted: row -> how many of its tokens may still
+        count as committed, though it keeps its length.
+    """
+    lengths, trusted = lengths or {}, trusted or {}
+    length = np.array([lengths.get(row, int(snapshot.lengths[row])) for row in rows], np.int64)
+    entries = -(-length // snapshot.block_size)
+    tables = [part(snapshot.indices, snapshot.indptr, row)[:n] for row, n in zip(rows, entries, strict=True)]
+    indices, indptr = _joined(tables, snapshot.indices, np.int32)
+    changed = {"indptr": indptr, "indices": indices, "lengths": length}
+    changed["seq_ids"] = tuple(snapshot.seq_ids[row] for row in rows)
+    if snapshot.committed is not None:
+        changed |= _rebuilt_texts(snapshot, list(rows), length, trusted)
+    return replace(snapshot, **changed)
+
+
+def _rebuilt_texts(snapshot: Snapshot, rows: list[int], length: np.ndarray, trusted: dict[int, int]) -> dict:
+    """What is known of the texts of some rows; a row that was cut forgets what was announced behind its end."""
+    cut = length < snapshot.lengths[rows]
+    end = np.minimum(length, [trusted.get(row, int(length[i])) for i, row in enumerate(rows)])
+    committed = np.minimum(snapshot.committed[rows], end)
+    prompts = np.where(cut, np.minimum(snapshot.prompts[rows], length), snapshot.prompts[rows])
+    known = np.maximum(committed, prompts)
+    sealed = committed // snapshot.block_size
+    tokens = [
+        part(snapshot.tokens, snapshot.token_indptr, row)[:n] for row, n in zip(rows, known, strict=True)
+    ]
+    digests = [
+        part(snapshot.digests, snapshot.digest_indptr, row)[:n] for row, n in zip(rows, sealed, strict=True)
+    ]
+    texts = {"roots": snapshot.roots[rows], "committed": committed, "prompts": prompts}
+    texts["tokens"], texts["token_indptr"] = _joined(tokens, snapshot.tokens, np.int64)
+    texts["digests"], texts["digest_indptr"] = _joined(digests, snapshot.digests, np.int64)
+    return texts
+
+
+def _joined(parts: list[np.ndarray], like: np.ndarray, kind) -> tuple[np.ndarray, np.ndarray]:
+    """Rows end to end, and where each begins."""
+    indptr = np.zeros(len(parts) + 1, kind)
+    np.cumsum([len(items) for items in parts], out=indptr[1:])
+    return np.concatenate([like[:0], *parts]), indptr
