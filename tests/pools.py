@@ -54,9 +54,13 @@ def check_invariants(pool):
         assert entries == [-1] * (len(entries) - len(held)) + held  # blocks are left behind in front only
         assert length % pool.block_size == 0 or entries[-1] >= 0  # the next token has a block to go to
     check_unused_rows(manager.tables)
+    check_prefix_index(manager)
     if isinstance(pool, PagedKVCache) and pool.storage.poisoned:
+        cached = np.array(queue(pool), int)[pool.num_free - manager.allocator.num_cached :]
         for array in pool.storage.arrays.values():
-            assert np.isnan(array[:, queue(pool)]).all(), "a free block holds numbers"
+            plain = array[:, queue(pool)[: pool.num_free - len(cached)]]
+            assert np.isnan(plain).all(), "a free block holds numbers"
+            assert not np.isnan(array[:, cached]).any(), "a cached block has lost its numbers"
     return None
 
 
@@ -77,10 +81,23 @@ def check_unused_rows(tables):
     assert (tables._lengths[tables._vacant] == 0).all()
 
 
+def check_prefix_index(manager):
+    """What can be found is found from both sides, and a free block is cached exactly when it can be found."""
+    index, allocator = manager.prefix_index, manager.allocator
+    by_digest = {block: digest for digest, blocks in index._blocks.items() for block in blocks}
+    assert by_digest == {block: link.digest for block, link in index._links.items()}
+    assert np.flatnonzero(index._sealed).tolist() == sorted(by_digest)
+    assert all(index._blocks.values()), "a digest without a block"
+    free = allocator.queue()
+    cached = free[len(free) - allocator.num_cached :]
+    assert {block for block in free if block in index} == set(cached)
+    assert set(manager._texts) == set(manager.seq_ids)
+
+
 def state_of(pool):
     """Everything an operation could change, as values that can be compared: the deep copy of a pool."""
     if isinstance(pool, BlockAllocator):
-        return pool.queue(), pool.ref_counts.tolist()
+        return pool.queue(), pool.num_cached, pool.ref_counts.tolist()
     manager = manager_of(pool)
     tables = manager.tables
     state = {
@@ -89,6 +106,11 @@ def state_of(pool):
         "rows": (dict(tables._row_of), list(tables._vacant), tables._entries.tolist(), tables._changes),
         "next id": manager._next_id,
         "blocks": state_of(manager.allocator),
+        "texts": {
+            seq: [getattr(text, name) for name in text.__slots__] for seq, text in manager._texts.items()
+        },
+        "found": [(digest, list(blocks)) for digest, blocks in manager.prefix_index._blocks.items()],
+        "stats": {**vars(manager.prefix_stats), "_recent": list(manager.prefix_stats._recent)},
     }
     if isinstance(pool, PagedKVCache):
         state["pages"] = {name: array.tobytes() for name, array in pool.storage.arrays.items()}
@@ -122,6 +144,15 @@ def all_layers(tokens, num_layers=LAYERS):
 def new_cache(num_blocks, block_size, **options):
     """A small cache in poison mode whose vectors `vectors` makes."""
     return PagedKVCache(num_blocks, block_size, HEADS, HEAD_DIM, num_layers=LAYERS, poison=True, **options)
+
+
+def contents(root, tokens):
+    """What the slots of a text hold in these tests: numbers that depend on all tokens so far and on the root."""
+    number, numbers = int.from_bytes(root[:4], "little"), []
+    for token in tokens:
+        number = (number * 31 + token + 7) % 241
+        numbers.append(number + 1)
+    return numbers
 
 
 class Model:
@@ -164,6 +195,32 @@ class Model:
 
     def restore(self, snapshot, source):
         return self.pool.restore(snapshot, source.pool)
+
+    def page(self, block):
+        """The tokens that a whole block holds, in its first layer."""
+        return (self.pool.storage.page(block)["keys"][0, :, 0, 0] / 8).tolist()
+
+    # Texts: what a slot holds is made of the whole text so far, so that a wrong hit is seen
+
+    def start(self, prompt, seq=None, *, chunk=None, commit=True, **options):
+        """A new sequence with a prompt, of which `chunk` tokens behind the hits (None: all) are computed."""
+        seq = self.pool.add(seq, tokens=prompt, **options)
+        self.tokens[seq] = []
+        self.text(seq, prompt, chunk, commit=commit)
+        return seq
+
+    def text(self, seq, text, counts=None, *, commit=True):
+        """Compute a text's tokens that are not stored yet, and commit them: returns the reservation."""
+        numbers = contents(manager_of(self.pool)._texts[seq].root.digest, text)
+        first = self.pool.match(seq) if not self.tokens[seq] else len(self.tokens[seq])
+        end = len(text) if counts is None else first + counts
+        reservation = self.store([seq], end - first, numbers[first:end])
+        assert reservation.start.tolist() == [first]
+        self.tokens[seq] = [*self.tokens[seq], *numbers[len(self.tokens[seq]) : end]]
+        if commit:
+            self.pool.commit(seq, text[first:end])
+        self.check()
+        return reservation
 
     # Operations
 
@@ -237,6 +294,14 @@ class Model:
             left = tokens.count(None)
             assert self.pool.length(seq) == len(tokens)
             assert self.read(seq, left) == tokens[left:]
+        for block, link in manager_of(self.pool).prefix_index._links.items():
+            links = [link]
+            while links[-1].parent is not None:
+                links.append(links[-1].parent)
+            if link.tokens is not None:
+                text = np.frombuffer(b"".join(part.tokens for part in links[-2::-1]), np.int64)
+                held = contents(links[-1].digest, text.tolist())[-self.pool.block_size :]
+                assert self.page(block) == held, f"block {block} is found by a text that it does not hold"
 
     # Shorthands of the scenarios
 
@@ -246,6 +311,14 @@ class Model:
     @property
     def refs(self):
         return refs(self.pool)
+
+    @property
+    def queue(self):
+        return queue(self.pool)
+
+    @property
+    def num_cached(self):
+        return manager_of(self.pool).allocator.num_cached
 
     @property
     def num_free(self):
@@ -270,6 +343,10 @@ class ManagerModel(Model):
         return [
             self.memory[entries[p // size] * size + p % size] for p in range(first, self.pool.length(seq))
         ]
+
+    def page(self, block):
+        size = self.pool.block_size
+        return [self.memory[block * size + offset] for offset in range(size)]
 
     def restore(self, snapshot, source):
         pairs = self.pool.restore(snapshot)
