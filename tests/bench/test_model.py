@@ -1,0 +1,35 @@
+"""The model over a contiguous cache is the same model, and its time is fully accounted for."""
+
+import pytest
+
+from pagedkv.bench import model
+from pagedkv.lm import Llama
+
+
+@pytest.mark.parametrize("batch", [1, 3])
+def test_both_caches_give_the_same_logits_and_shares_add_up(batch):
+    found = model.compare_caches(batch, steps=3, rounds=1)
+    assert found["difference"] < 1e-4
+    for name in ("paged", "contiguous"):
+        way = found[name]
+        assert way["tokens_per_second"] > 0
+        assert way["attention"] + way["bookkeeping"] + way["network"] == pytest.approx(1)
+        assert min(way["attention"], way["bookkeeping"], way["network"]) > 0
+
+
+def test_a_contiguous_cache_that_forgets_a_token_is_noticed(monkeypatch):
+    monkeypatch.setattr(model.ContiguousCache, "write", lambda self, layer, keys, values: None)
+    assert model.compare_caches(2, steps=2, rounds=1)["difference"] > 1e-3
+
+
+def test_steps_can_be_done_again_from_the_prompts():
+    llama = Llama.load()
+    cache = llama.new_cache(8, 16)
+    ids = [cache.add(), cache.add()]
+    first = llama.next_logits(cache, ids, [[1, 2, 3], [4]]).argmax(axis=-1)
+    for way in (model.Paged(llama, cache, ids), model.Contiguous(llama, cache, ids)):
+        once = way.step(first)
+        way.step(first)
+        way.restart()
+        assert (way.step(first) == once).all()
+        way.restart()
