@@ -21,7 +21,7 @@ from typing import BinaryIO
 import numpy as np
 
 from .record import as_bytes
-from .tables import MAGIC, SnapshotError, Tables, parse
+from .tables import SnapshotError, Tables, find_tables
 
 try:
     import fcntl
@@ -223,6 +223,8 @@ def _seal(file: BinaryIO, pages_at: int, pages_end: int) -> None:
 class SnapshotFile:
     """A snapshot in a file, mapped into memory: only what is asked for is read.
 
+    `damages` is what is wrong beside the pages; it costs nothing.
+
     Args: path: a .npz or .h5 that `save` wrote, maybe damaged since.
     Raises: SnapshotError if there is none, or nothing of it can be understood.
     """
@@ -235,8 +237,10 @@ class SnapshotFile:
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise SnapshotError(f"{path} cannot be read: {error}") from error
-        self.damages: list[str] = []  # beside the pages
-        self.tables, self._pages_at = self._find_tables(path)
+        try:
+            self.tables, self._pages_at, self.damages = find_tables(self._map)
+        except SnapshotError as error:
+            raise SnapshotError(f"{path} is no snapshot that can be read: {error}") from error
         self._kept_from = 0
         self._itemsize = self.tables.layout.record.itemsize
         self._check_seal()
@@ -257,26 +261,6 @@ class SnapshotFile:
             self._map.madvise(mmap.MADV_DONTNEED, self._kept_from, end - self._kept_from)
         if not 0 <= end - self._kept_from < CHUNK_BYTES:
             self._kept_from = end
-
-    def _find_tables(self, path: Path) -> tuple[Tables, int]:
-        """The first of the two copies that is intact."""
-        found, reasons = None, []
-        places = list(dict.fromkeys((self._map.find(MAGIC), self._map.rfind(MAGIC))))
-        for at in places:
-            try:
-                if at < 0:
-                    raise SnapshotError("no tables in it")
-                tables, pages_at, _ = parse(self._map, at)
-                found = found or (tables, pages_at)
-            except SnapshotError as error:
-                reasons.append(str(error))
-        if found is None:
-            raise SnapshotError(
-                f"{path} is no snapshot that can be read: {'; '.join(dict.fromkeys(reasons))}"
-            )
-        if reasons or len(places) < 2:
-            self.damages.append(f"one copy of the tables: {reasons[0] if reasons else 'missing'}")
-        return found
 
     def _check_seal(self) -> None:
         end = len(self._map) - SEAL.size

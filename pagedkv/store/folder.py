@@ -10,9 +10,9 @@ import numpy as np
 
 from .files import Fill, filled_chunks, locked, remove_abandoned, replacing, sync_folder
 from .record import FOREIGN, HEADER_BYTES, DamagedPage, Layout, Page, as_bytes, check_key
-from .tables import SnapshotError, Tables, parse
+from .tables import SnapshotError, Tables, find_tables, twice
 
-MANIFEST = "tables"  # those of the last checkpoint
+MANIFEST = "tables"  # the file with those of the last checkpoint
 SUFFIX = ".page"
 
 
@@ -124,7 +124,7 @@ def write_folder(folder: Path, tables: Tables, fill: Fill) -> tuple[int, int]:
 
         new = store.put_packed(lacking())
         with replacing(folder / MANIFEST) as file:
-            file.write(replace(tables, digests=tuple(digests)).to_bytes())
+            file.write(twice(replace(tables, digests=tuple(digests)).to_bytes()))
         sync_folder(folder)
         for key in set(store.keys()) - set(digests):
             store.delete(key)
@@ -139,9 +139,8 @@ class SnapshotFolder:
     """A checkpoint in a folder; the same face as SnapshotFile."""
 
     def __init__(self, folder: Path):
-        self.damages: list[str] = []
         try:
-            self.tables, _, _ = parse((folder / MANIFEST).read_bytes())
+            self.tables, _, self.damages = find_tables((folder / MANIFEST).read_bytes())
         except (OSError, SnapshotError) as error:
             raise SnapshotError(f"{folder} is no checkpoint that can be read: {error}") from error
         self.store = PageStore(folder, self.tables.layout)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import mmap
 import struct
 import zlib
 from collections.abc import Iterable, Sequence
@@ -11,7 +12,7 @@ import numpy as np
 
 from ..allocator import whole_number
 from ..block_table import NOTHING, SeqId, as_ids
-from ..manager import Snapshot
+from ..manager import BlockManager, Snapshot
 from .record import KEY_BYTES, Layout, check_key
 
 MAGIC = b"\x89pagedkv-tables\n"  # a reader finds the tables by them, whatever container they stand in
@@ -89,12 +90,37 @@ class Tables:
         return struct.pack("<16sI", MAGIC, zlib.crc32(rest)) + rest
 
 
-def parse(data, at: int = 0) -> tuple[Tables, int, int]:
-    """The tables that begin at a place of some bytes.
+def twice(data: bytes) -> bytes:
+    """Tables as they stand in a file of their own: so one damaged byte does not cost everything."""
+    return data + data
 
-    Returns: them, where the pages begin, and where they themselves end.
-    Raises: SnapshotError if they are damaged, of another version, or nonsense under a right checksum.
+
+def find_tables(data: bytes | mmap.mmap) -> tuple[Tables, int, list[str]]:
+    """The tables in a file that holds them twice, in whatever container.
+
+    Returns: them, where the pages begin, and what is wrong with one of the copies.
+    Raises: SnapshotError if both are damaged or of another version, or each says something else.
     """
+    found, wrong = [], []
+    for at in dict.fromkeys((data.find(MAGIC), data.rfind(MAGIC))):
+        try:
+            found.append(parse(data, at))
+        except SnapshotError as error:
+            wrong.append(str(error))
+    if not found:
+        raise SnapshotError("; ".join(dict.fromkeys(wrong)))
+    if len(found) == 2 and found[0] != found[1]:
+        raise SnapshotError("its two copies of the tables disagree")
+    if len(found) == 1 and not wrong:
+        wrong.append("missing")
+    text, pages_at = found[0]
+    return _understood(text), pages_at, [f"one copy of the tables: {reason}" for reason in wrong]
+
+
+def parse(data: bytes | mmap.mmap, at: int) -> tuple[bytes, int]:
+    """The JSON of the tables at a place, and where the pages begin. SnapshotError if it is damaged."""
+    if at < 0:
+        raise SnapshotError("there are no tables in it")
     try:
         magic, written, length, pages_at = HEAD.unpack_from(data, at)
     except struct.error:
@@ -102,16 +128,21 @@ def parse(data, at: int = 0) -> tuple[Tables, int, int]:
     end = at + HEAD.size + length
     if magic != MAGIC or end > len(data) or zlib.crc32(data[at + CHECKED : end]) != written:
         raise SnapshotError("the checksum of the tables is wrong")
+    return data[at + HEAD.size : end], pages_at
+
+
+def _understood(text: bytes) -> Tables:
+    """The checksum is right, so this is what somebody wrote; it may be nonsense or of another version still."""
     try:
-        fields = json.loads(bytes(data[at + HEAD.size : end]))
+        fields = json.loads(text)
         if fields["version"] != VERSION:
             raise SnapshotError(
                 f"version {fields['version']!r} of the format; version {VERSION} is known here"
             )
-        return _checked(fields), pages_at, end
+        return _checked(fields)
+    except SnapshotError:
+        raise
     except (KeyError, TypeError, ValueError, OverflowError, AttributeError, RecursionError) as error:
-        if isinstance(error, SnapshotError):
-            raise
         raise SnapshotError(f"the tables make no sense ({type(error).__name__}: {error})") from error
 
 
@@ -119,19 +150,21 @@ def _checked(fields: dict) -> Tables:
     snapshot = Snapshot(**{name: _unplain(fields["snapshot"][name]) for name in FIELDS})
     snapshot = replace(snapshot, seq_ids=tuple(snapshot.seq_ids))
     num_pages = whole_number("num_pages", fields["num_pages"])
-    indices = snapshot.indices
-    if indices.size and not NOTHING <= indices.min() <= indices.max() < num_pages:
-        raise ValueError(f"pages must be 0 … {num_pages - 1}")
-    batch = len(snapshot.seq_ids)
-    if len(snapshot.indptr) != batch + 1 or len(snapshot.lengths) != batch:
-        raise ValueError(f"{batch} sequences with {len(snapshot.lengths)} lengths")
+    if snapshot.indices.max(initial=NOTHING) >= num_pages:
+        raise ValueError(f"page {snapshot.indices.max()} of {num_pages}")
+    BlockManager(max(1, num_pages), snapshot.block_size).restore(
+        snapshot
+    )  # a rehearsal: ValueError for nonsense
     digests = fields["digests"] and tuple(map(bytes.fromhex, fields["digests"]))
     for digest in digests or ():
         check_key(digest)
     if digests is not None and len(digests) != num_pages:
         raise ValueError(f"{len(digests)} digests for {num_pages} pages")
+    layout = Layout.from_json(fields["layout"])
+    if layout.block_size != snapshot.block_size:
+        raise ValueError(f"blocks of {layout.block_size} and of {snapshot.block_size}")
     return Tables(
-        Layout.from_json(fields["layout"]),
+        layout,
         whole_number("num_blocks", fields["num_blocks"], minimum=1),
         snapshot,
         {seq_id: [int(token) for token in tokens] for seq_id, tokens in fields["tokens"]},
