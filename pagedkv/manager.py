@@ -17,17 +17,16 @@ from .allocator import (
 )
 from .block_table import NOTHING, BlockTables, SeqId, as_ids
 from .prefix_cache import (
-    TEXT_ARRAYS,
     TOKEN,
+    Commit,
     PrefixIndex,
     PrefixStats,
     Text,
     given_digest,
-    pack,
     root_link,
     token_bytes,
-    unpack,
 )
+from .snapshot import Snapshot, packed_texts
 
 MAX_SLOTS = 2**31  # slot numbers are int32
 
@@ -42,28 +41,6 @@ class Reservation:
     slots: np.ndarray  # int32 [num_tokens]  where they go, sequence after sequence
     copies: np.ndarray  # int32 [m, 3]       source block, destination block, filled slots
     versions: np.ndarray  # int64 [batch]    of the sequences, after this step
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """Sequences as plain arrays: what is needed to build them again, here or elsewhere.
-
-    What is known of their texts may be missing as a whole: then nothing of them is committed.
-    """
-
-    block_size: int
-    seq_ids: tuple[SeqId, ...]
-    indptr: np.ndarray  # int32 [batch + 1]
-    indices: np.ndarray  # int32 [entries]   −1 where a sliding window left a block behind
-    lengths: np.ndarray  # int64 [batch]
-    versions: np.ndarray | None = None  # int64 [batch]  in the pool that it was taken from
-    roots: np.ndarray | None = None  # uint8 [batch, 32]  where each chain of digests begins
-    committed: np.ndarray | None = None  # int64 [batch]  tokens that are final
-    prompts: np.ndarray | None = None  # int64 [batch]  tokens that were announced
-    token_indptr: np.ndarray | None = None  # int64 [batch + 1]
-    tokens: np.ndarray | None = None  # int64 [known tokens]  committed, then announced ones
-    digest_indptr: np.ndarray | None = None  # int64 [batch + 1]
-    digests: np.ndarray | None = None  # uint8 [known digests, 32]  of the full committed blocks
 
 
 @dataclass(frozen=True)
@@ -86,19 +63,6 @@ class _Growth:
     @property
     def needed(self) -> int:
         return self.new + self.revived
-
-
-@dataclass(frozen=True)
-class _Commit:
-    """The plan of a commit to one sequence."""
-
-    seq_id: SeqId
-    text: Text
-    filled: list[tuple[bytes, bytes | None]]  # digest and tokens of each block that is full now
-    blocks: list[int]  # where they are; −1 where a window left one behind
-    committed: int
-    rest: bytes  # committed tokens behind the last full block
-    hashed: bool  # the text is known by hashes alone
 
 
 class BlockManager(Observed):
@@ -241,10 +205,8 @@ class BlockManager(Observed):
         At least one token of a prompt is always left to compute: its output is what the model goes on from.
         """
         _, rows = self._rows([seq_id])
-        return (
-            sum(len(blocks) for blocks in self._found([seq_id], self.tables.length(rows)).values())
-            * self.block_size
-        )
+        found = self._found([seq_id], self.tables.length(rows))
+        return sum(map(len, found.values())) * self.block_size
 
     def extend(
         self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
@@ -306,13 +268,24 @@ class BlockManager(Observed):
         if tokens is not None and block_hashes is not None:
             raise ValueError("a text goes on by tokens or by block_hashes, not by both")
         if block_hashes is not None:
-            rows_of_hashes = _one_each("block_hashes", block_hashes if several else [block_hashes], ids)
-            plans = [self._plan_hashes(*one) for one in zip(ids, rows, rows_of_hashes, strict=True)]
+            given = _one_each("block_hashes", block_hashes if several else [block_hashes], ids)
+        elif tokens is not None:
+            given = _token_rows(tokens if several else [tokens], ids)
         else:
-            new = [None] * len(ids) if tokens is None else _token_rows(tokens if several else [tokens], ids)
-            plans = [self._plan_tokens(*one) for one in zip(ids, rows, new, strict=True)]
-        self._check_contents(plans)
-        sealed = [block for plan in plans for block in self._seal(plan)]
+            given = [None] * len(ids)
+        lengths = self.tables.length(rows).tolist()
+        plans = [
+            self._plan_commit(seq_id, length, row, by_hash=block_hashes is not None)
+            for seq_id, length, row in zip(ids, lengths, given, strict=True)
+        ]
+        places = [
+            self.tables.entries(row)[p.first : p.first + len(p.filled)].tolist() if p.filled else []
+            for row, p in zip(rows, plans, strict=True)
+        ]
+        self._check_contents(ids, plans, places)
+        sealed = []
+        for plan, blocks in zip(plans, places, strict=True):
+            sealed += self.prefix_index.carry_out(plan, blocks if self.prefix_cache else None)
         self._tell("commit", started, ids, {"sealed": np.array(sealed, np.int32)})
 
     # Sharing
@@ -461,7 +434,7 @@ class BlockManager(Observed):
         ids, rows = self._rows(self.seq_ids if seq_ids is None else seq_ids, once=True)
         tables = (*self.tables.csr(rows), self.tables.length(rows), self.tables.version(rows))
         return Snapshot(
-            self.block_size, ids, *tables, **pack([self._texts[seq] for seq in ids], self.block_size)
+            self.block_size, ids, *tables, **packed_texts([self._texts[seq] for seq in ids], self.block_size)
         )
 
     def restore(self, snapshot: Snapshot) -> np.ndarray:
@@ -475,8 +448,8 @@ class BlockManager(Observed):
         Source: section 4.5, swapping.
         """
         started = self._clock()
-        indptr, indices, lengths = self._checked_arrays(snapshot)
-        texts = self._restored_texts(snapshot, lengths)
+        indptr, indices, lengths = snapshot.checked_tables(self.block_size, self.tables.max_length)
+        texts = snapshot.texts(self._root, self.prefix_index)
         ids = self._new_ids(snapshot.seq_ids)
         kept = indices != NOTHING
         old, first, which, times = np.unique(
@@ -641,87 +614,30 @@ class BlockManager(Observed):
         if tokens is not None:
             text.announce(token_bytes("tokens", tokens), self.block_size, hashed=self.prefix_cache)
         if block_hashes is not None:
-            num_tokens, full = whole_number("num_tokens", num_tokens), 0
-            full = num_tokens // self.block_size
-            if len(block_hashes) not in (full, -(-num_tokens // self.block_size)):
-                raise ValueError(
-                    f"{num_tokens} tokens fill {full} blocks, got {len(block_hashes)} block_hashes"
-                )
             digests = [given_digest(root.digest, block_hash) for block_hash in block_hashes]
-            text.announce_hashes(digests[:full], num_tokens)
+            text.announce_hashes(digests, whole_number("num_tokens", num_tokens), self.block_size)
         return text
 
-    def _plan_tokens(self, seq_id: SeqId, row: int, tokens: bytes | None) -> _Commit:
-        text, length = self._texts[seq_id], int(self.tables.length(row))
-        if text.prompt is None:
-            if tokens is not None:
-                raise ValueError(f"the text of sequence {seq_id!r} is known by block_hashes, not by tokens")
-            full = min(len(text.digests), length // self.block_size)
-            digests = text.digests[text.committed // self.block_size : full]
-            return self._commit_of(seq_id, row, [(digest, None) for digest in digests], None)
-        due = text.due(min(length, text.prompt_length))
-        tokens = due if tokens is None else tokens
-        if not tokens.startswith(due[: len(tokens)]):
-            raise ValueError(f"sequence {seq_id!r} was announced with other tokens than it is committed with")
-        after = text.committed + len(tokens) // TOKEN.itemsize
-        if after > length:
-            raise ValueError(f"sequence {seq_id!r} has room for {length} tokens, cannot commit {after}")
-        filled = text.filled(tokens, self.block_size)
-        rest = (text.rest + tokens)[len(filled) * self.block_size * TOKEN.itemsize :]
-        return self._commit_of(seq_id, row, filled, rest)
+    def _plan_commit(
+        self, seq_id: SeqId, length: int, given: bytes | Sequence | None, *, by_hash: bool
+    ) -> Commit:
+        text = self._texts[seq_id]
+        try:
+            if by_hash:
+                digests = [given_digest(text.root.digest, block_hash) for block_hash in given]
+                return text.goes_on_by(digests, length, self.block_size)
+            return text.goes_on(given, length, self.block_size)
+        except ValueError as error:
+            raise ValueError(f"sequence {seq_id!r}: {error}") from None
 
-    def _plan_hashes(self, seq_id: SeqId, row: int, hashes: Sequence) -> _Commit:
-        text, length = self._texts[seq_id], int(self.tables.length(row))
-        if text.prompt or (text.prompt is not None and text.committed):
-            raise ValueError(f"the text of sequence {seq_id!r} is known by tokens, not by block_hashes")
-        digests = [given_digest(text.root.digest, block_hash) for block_hash in hashes]
-        first = text.committed // self.block_size
-        due = list(text.digests[first : first + len(digests)])
-        if digests[: len(due)] != due:
-            raise ValueError(f"sequence {seq_id!r} was announced with other hashes than it is committed with")
-        if (first + len(digests)) * self.block_size > length:
-            raise ValueError(
-                f"sequence {seq_id!r} has {length // self.block_size} full blocks, "
-                f"cannot commit {first + len(digests)}"
-            )
-        return self._commit_of(seq_id, row, [(digest, None) for digest in digests], None)
-
-    def _commit_of(self, seq_id: SeqId, row: int, filled: list, rest: bytes | None) -> _Commit:
-        text, first = self._texts[seq_id], self._texts[seq_id].committed // self.block_size
-        last = first + len(filled)
-        blocks = self.tables.entries(row)[first:last].tolist() if filled else []
-        committed = last * self.block_size + len(rest or b"") // TOKEN.itemsize
-        return _Commit(seq_id, text, filled, blocks, committed, rest or b"", rest is None)
-
-    def _check_contents(self, plans: list[_Commit]) -> None:
+    def _check_contents(self, ids: Sequence[SeqId], plans: list[Commit], places: list[list[int]]) -> None:
         """A block has one text: forks that share it cannot commit two."""
         said: dict[int, bytes] = {}
-        for plan in plans:
-            for (digest, _), block in zip(plan.filled, plan.blocks, strict=True):
+        for seq_id, plan, blocks in zip(ids, plans, places, strict=True):
+            for (digest, _), block in zip(plan.filled, blocks, strict=True):
                 link = self.prefix_index.link(block)
                 if block != NOTHING and said.setdefault(block, link.digest if link else digest) != digest:
-                    raise ValueError(f"block {block} of sequence {plan.seq_id!r} holds another text already")
-
-    def _seal(self, plan: _Commit) -> list[int]:
-        """Carry out one commit; returns the blocks that can be found from now on."""
-        text, sealed = plan.text, []
-        for (digest, tokens), block in zip(plan.filled, plan.blocks, strict=True):
-            text.tip = self.prefix_index.chain(text.tip, digest, tokens)
-            if self.prefix_cache and block != NOTHING and self.prefix_index.seal(block, text.tip):
-                sealed.append(block)
-        text.committed, text.rest = plan.committed, plan.rest
-        if plan.hashed:
-            text.prompt = None
-        return sealed
-
-    def _restored_texts(self, snapshot: Snapshot, lengths: np.ndarray) -> list[Text]:
-        arrays = {name: getattr(snapshot, name) for name in TEXT_ARRAYS}
-        missing = [name for name, array in arrays.items() if array is None]
-        if len(missing) == len(arrays):
-            return [Text(self._root) for _ in lengths]
-        if missing:
-            raise ValueError(f"the snapshot has no {', '.join(missing)}")
-        return unpack(arrays, lengths, self.prefix_index, self.block_size)
+                    raise ValueError(f"sequence {seq_id!r}: its block {block} holds another text already")
 
     def _rows(self, seq_ids: SeqId | Iterable[SeqId], *, once: bool = False) -> tuple[tuple, np.ndarray]:
         """The ids as a tuple, and their rows. With `once`, a repeated id is a ValueError."""
@@ -751,46 +667,9 @@ class BlockManager(Observed):
         self._next_id = next_id
         return ids
 
-    def _checked_arrays(self, snapshot: Snapshot) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """indptr, indices and lengths of a snapshot as new int64 arrays, or ValueError."""
-        if snapshot.block_size != self.block_size:
-            raise ValueError(
-                f"the snapshot has blocks of {snapshot.block_size!r}, this pool {self.block_size}"
-            )
-        indptr = whole_numbers("indptr", snapshot.indptr)
-        indices = whole_numbers("indices", snapshot.indices)
-        lengths = whole_numbers("lengths", snapshot.lengths)
-        batch = len(snapshot.seq_ids)
-        if indptr.shape != (batch + 1,) or lengths.shape != (batch,):
-            raise ValueError(f"{batch} sequences need {batch + 1} numbers in indptr and {batch} lengths")
-        if indices.ndim != 1:
-            raise ValueError(f"indices must be one row of block ids, got the shape {indices.shape}")
-        if indptr[0] != 0 or indptr[-1] != len(indices) or (np.diff(indptr) < 0).any():
-            raise ValueError(f"indptr must rise from 0 to {len(indices)}, got {indptr.tolist()}")
-        for seq_id, start, stop, length in zip(snapshot.seq_ids, indptr, indptr[1:], lengths, strict=False):
-            table = indices[start:stop]
-            if length < 0 or stop - start != -(-length // self.block_size):
-                raise ValueError(f"sequence {seq_id!r} has {stop - start} pages for {length} tokens")
-            if self.tables.max_length is not None and length > self.tables.max_length:
-                raise ValueError(
-                    f"sequence {seq_id!r} has {length} tokens, max_length is {self.tables.max_length}"
-                )
-            if not _is_table(table, length // self.block_size):
-                raise ValueError(f"sequence {seq_id!r} has an impossible table {table.tolist()}")
-        return indptr, indices, lengths
-
 
 def _joined(arrays: Sequence[ArrayLike]) -> np.ndarray:
     return np.concatenate([np.zeros(0, np.int64), *arrays]).astype(np.int64)
-
-
-def _is_table(entries: np.ndarray, full: int) -> bool:
-    """No block twice, and blocks left behind only in front and never the unfilled one."""
-    left = min(np.count_nonzero(entries == NOTHING), full)
-    blocks = entries[left:].tolist()
-    return (
-        (entries[:left] == NOTHING).all() and min(blocks, default=0) >= 0 and len(set(blocks)) == len(blocks)
-    )
 
 
 def _one_each(name: str, values, ids: Sequence[SeqId]) -> Sequence:

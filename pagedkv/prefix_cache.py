@@ -3,6 +3,7 @@
 import hashlib
 from collections import deque
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -121,23 +122,62 @@ class Text:
             setattr(text, name, getattr(self, name))
         return text
 
-    def announce(self, prompt: bytes, block_size: int, *, hashed: bool) -> None:
+    def announce(self, tokens: bytes, block_size: int, *, hashed: bool) -> None:
         """Say which tokens will come; `hashed` computes their digests, which a search needs."""
-        self.prompt, self.prompt_length = prompt, len(prompt) // TOKEN.itemsize
+        self.prompt, self.prompt_length = tokens, len(tokens) // TOKEN.itemsize
         if hashed:
             self.digests, digest = [], self.root.digest
-            for tokens in _blocks(prompt, block_size):
-                digest = block_digest(digest, tokens)
+            for block in _blocks(tokens, block_size):
+                digest = block_digest(digest, block)
                 self.digests.append(digest)
 
-    def announce_hashes(self, digests: Sequence[bytes], num_tokens: int) -> None:
-        """The same for a trace that knows digests and the number of tokens."""
-        self.prompt, self.prompt_length, self.digests = None, num_tokens, digests
+    def announce_hashes(self, digests: Sequence[bytes], num_tokens: int, block_size: int) -> None:
+        """The same for a trace, which knows digests and the number of tokens; one more than are full is left out."""
+        full = num_tokens // block_size
+        if len(digests) not in (full, -(-num_tokens // block_size)):
+            raise ValueError(f"{num_tokens} tokens fill {full} blocks, got {len(digests)} block_hashes")
+        self.prompt, self.prompt_length, self.digests = None, num_tokens, digests[:full]
 
     def due(self, length: int) -> bytes:
         """Announced tokens that are not committed yet, up to a length."""
         size = TOKEN.itemsize
         return self.prompt[self.committed * size : length * size]
+
+    def goes_on(self, tokens: bytes | None, length: int, block_size: int) -> "Commit":
+        """What becomes final when `tokens` (None: the announced ones) do, in a sequence of `length` tokens.
+
+        Raises: ValueError for other tokens than announced, or more than there is room for.
+        """
+        if self.prompt is None:
+            if tokens is not None:
+                raise ValueError("its text is known by block_hashes, not by tokens")
+            return self.goes_on_by(
+                self.digests[self.committed // block_size : length // block_size], length, block_size
+            )
+        due = self.due(min(length, self.prompt_length))
+        tokens = due if tokens is None else tokens
+        committed = self.committed + len(tokens) // TOKEN.itemsize
+        if committed > length:
+            raise ValueError(f"it has room for {length} tokens, cannot commit {committed}")
+        if not tokens.startswith(due[: len(tokens)]):
+            raise ValueError("it was announced with other tokens than it is committed with")
+        filled = self.filled(tokens, block_size)
+        rest = (self.rest + tokens)[len(filled) * block_size * TOKEN.itemsize :]
+        return Commit(self, filled, self.committed // block_size, committed, rest)
+
+    def goes_on_by(self, digests: Sequence[bytes], length: int, block_size: int) -> "Commit":
+        """The same for a trace: the digests of the next full blocks."""
+        if self.prompt or (self.prompt is not None and self.committed):
+            raise ValueError("its text is known by tokens, not by block_hashes")
+        first = self.committed // block_size
+        last = first + len(digests)
+        if last * block_size > length:
+            raise ValueError(f"it has {length // block_size} full blocks, cannot commit {last}")
+        due = self.digests[first:last]
+        if list(digests[: len(due)]) != list(due):
+            raise ValueError("it was announced with other block_hashes than it is committed with")
+        filled = [(digest, None) for digest in digests]
+        return Commit(self, filled, first, last * block_size, b"", by_hash=True)
 
     def filled(self, tokens: bytes, block_size: int) -> list[tuple[bytes, bytes]]:
         """Digest and tokens of every block that becomes full when `tokens` follow the committed ones."""
@@ -171,96 +211,15 @@ class Text:
         return links[::-1]
 
 
-TEXT_ARRAYS = ("roots", "committed", "prompts", "token_indptr", "tokens", "digest_indptr", "digests")
+class Commit(NamedTuple):
+    """The plan of making more of a text final."""
 
-
-def pack(texts: Sequence[Text], block_size: int) -> dict[str, np.ndarray]:
-    """Texts as plain arrays for a snapshot; tokens and digests stand end to end, as blocks do in CSR tables."""
-    tokens, digests = [], []
-    for text in texts:
-        links = text.links()
-        digests.append([link.digest for link in links])
-        if text.prompt is None:
-            digests[-1] += text.digests[text.committed // block_size :]
-            tokens.append(b"")
-        else:
-            tokens.append(b"".join(link.tokens for link in links) + text.rest + text.due(text.prompt_length))
-    return {
-        "roots": _digest_rows([text.root.digest for text in texts]),
-        "committed": np.array([text.committed for text in texts], np.int64),
-        "prompts": np.array([text.prompt_length for text in texts], np.int64),
-        "token_indptr": _indptr([len(row) // TOKEN.itemsize for row in tokens]),
-        "tokens": np.frombuffer(b"".join(tokens), TOKEN).astype(np.int64),
-        "digest_indptr": _indptr([len(row) for row in digests]),
-        "digests": _digest_rows([digest for row in digests for digest in row]),
-    }
-
-
-def unpack(
-    arrays: dict[str, np.ndarray], lengths: np.ndarray, index: "PrefixIndex", block_size: int
-) -> list[Text]:
-    """The texts of sequences of these lengths, from what `pack` returned.
-
-    Raises: ValueError for arrays that do not fit each other, and for digests that are not those of the tokens.
-    """
-    batch = len(lengths)
-    roots, digests = (_digest_bytes(name, arrays[name]) for name in ("roots", "digests"))
-    tokens = token_bytes("tokens", arrays["tokens"])
-    committed, prompts = (whole_numbers(name, arrays[name]) for name in ("committed", "prompts"))
-    if not len(roots) == len(committed) == len(prompts) == batch or (prompts < 0).any():
-        raise ValueError(f"{batch} sequences need as many roots, committed and prompts")
-    if ((committed < 0) | (committed > lengths)).any():
-        raise ValueError(f"committed must be 0 … length of each sequence, got {committed.tolist()}")
-    token_rows = _cut(tokens, "token_indptr", arrays, batch, TOKEN.itemsize)
-    digest_rows = _cut(digests, "digest_indptr", arrays, batch, 1)
-    texts = []
-    for i in range(batch):
-        text, row, known = Text(Link(None, roots[i], None)), token_rows[i], digest_rows[i]
-        final, prompt = int(committed[i]), int(prompts[i])
-        if not row and known:
-            text.announce_hashes(known[: prompt // block_size], prompt)
-            filled = [(digest, None) for digest in known[: final // block_size]]
-            fits = len(known) >= max(final, prompt) // block_size and final % block_size == 0
-        else:
-            text.announce(row[: prompt * TOKEN.itemsize], block_size, hashed=True)
-            filled = text.filled(row[: final * TOKEN.itemsize], block_size)
-            fits = len(row) == max(final, prompt) * TOKEN.itemsize and known == [d for d, _ in filled]
-            text.rest = row[: final * TOKEN.itemsize][len(filled) * block_size * TOKEN.itemsize :]
-        if not fits:
-            raise ValueError(f"the digests and tokens of sequence number {i} of the snapshot do not fit")
-        for digest, block in filled:
-            text.tip = index.chain(text.tip, digest, block)
-        text.committed = final
-        texts.append(text)
-    return texts
-
-
-def _indptr(counts: Sequence[int]) -> np.ndarray:
-    return np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-
-
-def _digest_rows(digests: Sequence[bytes]) -> np.ndarray:
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, DIGEST_SIZE)
-
-
-def _digest_bytes(name: str, rows: np.ndarray) -> list[bytes]:
-    rows = np.asarray(rows)
-    if rows.dtype != np.uint8 or rows.ndim != 2 or rows.shape[1] != DIGEST_SIZE:
-        raise ValueError(f"{name} must be uint8 (n, {DIGEST_SIZE}), got {rows.dtype} {rows.shape}")
-    return [row.tobytes() for row in rows]
-
-
-def _cut(flat: bytes | list, name: str, arrays: dict[str, np.ndarray], batch: int, size: int) -> list:
-    """One piece of `flat` per sequence; items are `size` long."""
-    indptr = whole_numbers(name, arrays[name])
-    if (
-        indptr.shape != (batch + 1,)
-        or indptr[0] != 0
-        or indptr[-1] * size != len(flat)
-        or (np.diff(indptr) < 0).any()
-    ):
-        raise ValueError(f"{name} must rise from 0 to {len(flat) // size} in {batch + 1} numbers")
-    return [flat[a * size : b * size] for a, b in zip(indptr[:-1].tolist(), indptr[1:].tolist(), strict=True)]
+    text: Text
+    filled: list[tuple[bytes, bytes | None]]  # digest and tokens of each block that becomes full
+    first: int  # the place of the first of them in the table
+    committed: int
+    rest: bytes
+    by_hash: bool = False
 
 
 def _blocks(tokens: bytes, block_size: int) -> list[bytes]:
@@ -324,6 +283,18 @@ class PrefixIndex:
         self._sealed[block] = True
         self._blocks.setdefault(link.digest, {})[block] = None
         return True
+
+    def carry_out(self, plan: Commit, blocks: Sequence[int] | None = None) -> list[int]:
+        """Make more of a text final; its new full blocks, if given, can be found from now on. Returns those."""
+        text, sealed = plan.text, []
+        for i, (digest, tokens) in enumerate(plan.filled):
+            text.tip = self.chain(text.tip, digest, tokens)
+            if blocks is not None and blocks[i] >= 0 and self.seal(blocks[i], text.tip):
+                sealed.append(blocks[i])
+        text.committed, text.rest = plan.committed, plan.rest
+        if plan.by_hash:
+            text.prompt = None
+        return sealed
 
     def unseal(self, blocks: Iterable[int]) -> np.ndarray:
         """Let blocks be found no more, those that stood here; returns them: int32."""

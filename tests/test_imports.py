@@ -15,6 +15,7 @@ ROOMS = [
     "block_table",
     "storage",
     "prefix_cache",
+    "snapshot",
     "manager",
     "attention",
     "tiles",
