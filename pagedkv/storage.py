@@ -363,8 +363,8 @@ def _floats(name: str, given: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
 def as_floats(name: str, given: np.ndarray) -> np.ndarray:
     """An array of floating-point numbers, or ValueError; ml_dtypes.bfloat16 becomes float32."""
     array = np.asarray(given)
+    if array.dtype.kind == "f":
+        return array
     if array.dtype.name == "bfloat16":
         return widened_bfloat16(array.view(np.uint16))
-    if array.dtype.kind != "f":
-        raise ValueError(f"{name} must be floating point, got {array.dtype}")
-    return array
+    raise ValueError(f"{name} must be floating point, got {array.dtype}")

@@ -13,9 +13,10 @@ import numpy as np
 
 from .storage import KVStorage
 
-TILE = (
-    128  # keys of one product: OpenBLAS has a fast path for small ones, up to about a million multiplications
-)
+TILE = 128  # keys of one product, or a multiple of it that fits into
+PRODUCT = 1 << 18  # multiplications: OpenBLAS has a fast path for small products and no threads for them
+ROWS = 4  # OpenBLAS is fast at multiples of so many rows, so queries are padded: 7 rows take longer than 8
+LOWEST, TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
 
 
 @dataclass(frozen=True)
@@ -118,9 +119,10 @@ class Gather:
             for array in (task.q, task.out, task.scores)
         )  # [runs, kv_heads, rows, …]
         scores = scores[..., piece.column : piece.column + piece.tokens]
-        whole = piece.tokens // TILE if runs == 1 else 0
+        tile = TILE * max(1, PRODUCT // (q.shape[2] * head_dim * TILE))
+        whole = piece.tokens // tile if runs == 1 else 0
         self.products = []
-        for start, tiles, length in ((0, whole, TILE), (whole * TILE, 1, piece.tokens - whole * TILE)):
+        for start, tiles, length in ((0, whole, tile), (whole * tile, 1, piece.tokens - whole * tile)):
             if tiles * length == 0:
                 continue
             stop, many = start + tiles * length, runs if runs > 1 else tiles
@@ -160,19 +162,29 @@ class Laid:
 
     def __init__(self, task: Task, shape: Shape, storage: KVStorage, workspace: Workspace):
         m, n, kv, group = task.members, task.queries, shape.kv_heads, shape.group
+        rows = group * n
+        padded = rows if rows == 1 else -(-rows // ROWS) * ROWS
         self.task, self.format = task, storage.format
-        self.q = workspace.array("queries", (kv, m, group * n, shape.head_dim))
-        self.out = workspace.array("outputs", (kv, m, group * n, shape.head_dim))
-        self.scores = workspace.array("scores", (kv, m, group * n, task.width))
-        by_query = (kv, m, group, n, shape.head_dim)
-        self.given = self.q.reshape(by_query).transpose(
-            1, 3, 0, 2, 4
+        self.q = workspace.array("queries", (kv, m, padded, shape.head_dim))
+        self.out = workspace.array("outputs", (kv, m, padded, shape.head_dim))
+        self.scores = workspace.array("scores", (kv, m, padded, task.width))
+        self.asked, self.answered, self.padding = (
+            self.scores[:, :, :rows],
+            self.out[:, :, :rows],
+            self.q[:, :, rows:],
+        )
+        by_query = (kv, m, group, n, -1)
+        self.given, self.found = (
+            array[:, :, :rows].reshape(by_query).transpose(1, 3, 0, 2, 4) for array in (self.q, self.out)
         )  # [members, queries, kv_heads, group, head_dim]
-        self.found = self.out.reshape(by_query).transpose(1, 3, 0, 2, 4)
         self.maskable = None
         if task.hidden is not None:
-            self.maskable = self.scores.reshape(kv, m, group, n, -1)[..., -task.hidden.shape[-1] :]
+            self.maskable = self.asked.reshape(by_query)[..., -task.hidden.shape[-1] :]
         self.gathers = [Gather(piece, self, shape, storage, workspace) for piece in task.pieces]
+        first = self.gathers[0].products
+        self.at_once = len(self.gathers) == len(first) == 1 and len(first[0].part) == len(first[0].out)
+        if self.at_once:  # nothing to add up
+            first[0] = first[0]._replace(part=first[0].out)
 
     def run(
         self,
@@ -184,8 +196,10 @@ class Laid:
         lse: np.ndarray | None,
     ) -> None:
         """Attention of the task's rows of the query, which are scaled already, into those of out and lse."""
-        rows, scores = self.task.rows, self.scores
+        rows, scores = self.task.rows, self.asked  # [kv_heads, members, group · queries, width]
         np.copyto(self.given, query[rows].reshape(self.given.shape))
+        if self.padding.size:
+            self.padding[...] = 0
         for gather in self.gathers:
             gather.load(*keys)
             for p in gather.products:
@@ -200,28 +214,31 @@ class Laid:
             scores *= soft_cap
         if self.maskable is not None:
             np.copyto(self.maskable, -np.inf, where=self.task.hidden)  # a select: adding to NaN would keep it
-        peak = scores.max(axis=-1, keepdims=True)  # [kv_heads, members, group · queries, 1]
-        np.maximum(peak, np.finfo(np.float32).min, out=peak)  # −inf − −inf would be NaN
-        scores -= peak
+        peak = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=LOWEST)  # −inf − −inf would be NaN
+        scores -= peak  # [kv_heads, members, group · queries, 1]
         np.exp(scores, out=scores)
-        total = scores.sum(axis=-1, keepdims=True)
+        total = np.add.reduce(
+            scores, axis=-1, keepdims=True, initial=TINY
+        )  # 0 / 0, too; 1 and more stay the same
         if lse is not None:
             self._log_sum_exp(total, peak, lse)
         if self.format.factor != 1:
             scores *= np.float32(self.format.factor)
-        self.out[...] = 0
+        if not self.at_once:
+            self.out[...] = 0
         for gather in self.gathers:
             gather.load(*values)
             for p in gather.products:
                 if p.scales is not None:
                     np.multiply(p.scores, p.scales, out=p.scores)
                 np.matmul(p.scores, p.values, out=p.part)
-                p.out[...] += p.part if len(p.part) == len(p.out) else p.part.sum(axis=0)
-        self.out /= np.maximum(total, np.finfo(np.float32).tiny)
+                if not self.at_once:
+                    p.out[...] += p.part if len(p.part) == len(p.out) else np.add.reduce(p.part, axis=0)
+        self.answered /= total
         out[rows] = self.found.reshape(-1, *out.shape[1:])
 
     def _log_sum_exp(self, total: np.ndarray, peak: np.ndarray, lse: np.ndarray) -> None:
-        with np.errstate(divide="ignore"):
-            found = np.log(total, dtype=np.float64) + peak  # [kv_heads, members, group · queries, 1]
+        found = np.log(total, dtype=np.float64) + peak  # [kv_heads, members, group · queries, 1]
+        found[total == TINY] = -np.inf
         by_query = found.reshape(*self.found.shape[2:3], self.task.members, -1, self.task.queries)
         lse[self.task.rows] = by_query.transpose(1, 3, 0, 2).reshape(-1, lse.shape[1])
