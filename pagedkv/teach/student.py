@@ -148,10 +148,10 @@ def _ask_otherwise(cells: list[Any], exercise: Exercise, variant: int) -> None:
     number = next(number for number, cell in enumerate(cells) if cell.id == exercise.cell)
     text, cells[number].source = question
     above = cells[number - 1]
-    upto = re.match(r".*^#+ Exercise[^\n]*\n", above.source, re.M | re.S)
+    upto = re.match(r".*^#+ Exercise[^\n]*", above.source, re.M | re.S)
     if upto is None:
         raise ValueError(f"no heading of exercise {exercise.name!r} above cell {exercise.cell!r}")
-    above.source = f"{upto[0]}\n{text}"
+    above.source = f"{upto[0]}\n\n{text}"
 
 
 def _name_field(node: type, stem: str, variant: int) -> list[Any]:
