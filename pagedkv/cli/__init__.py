@@ -4,10 +4,10 @@ import os
 import sys
 
 from .. import __version__
-from . import bench, generate, lab, student
+from . import bench, generate, grade, lab, student
 from .common import FAILED, Parser
 
-COMMANDS = (lab, generate, bench, student)
+COMMANDS = (lab, generate, bench, student, grade)
 
 
 def main(arguments: list[str] | None = None) -> int:
