@@ -123,11 +123,10 @@ def _variants(workload: Workload, peers, threads, dtypes):
         return Row(shape.name, peer, dtype, n, threads, *facts, error=np.nan)
 
     for peer in peers:
-        ours = peer.startswith("paged")
+        ours = peer == "paged"
         for dtype in dtypes if ours else ("float32",):
-            for n in sorted({1, threads}) if peer == "paged" else (threads,):
-                options = {"dtype": dtype} if ours else {}
-                call: Call = PEERS[peer].build(workload, n, **options)
+            for n in sorted({1, threads}) if ours else (threads,):
+                call: Call = PEERS[peer].build(workload, n, **({"dtype": dtype} if ours else {}))
                 size = shape.num_bytes(bytes_per_vector_pair(workload, dtype))
                 yield f"{peer} {dtype} {n}", call, row(peer, dtype, n, size)
 

@@ -8,6 +8,7 @@ cache never has: keys and values already side by side.
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -38,11 +39,16 @@ class Peer:
 
 
 def paged(
-    workload: Workload, threads: int = 1, dtype: str = "float32", block_size: int | None = None
+    workload: Workload,
+    threads: int = 1,
+    dtype: str = "float32",
+    *,
+    block_size: int | None = None,
+    share: bool = True,
 ) -> Call:
     """`PagedKVCache.attend`, planned once as in a model's step."""
     cache = workload.cache(dtype, block_size)
-    plan = cache.plan(workload.seq_ids)
+    plan = cache.plan(workload.seq_ids, share=share, threads=threads)
     return lambda layer: cache.attend(layer, workload.query, plan)
 
 
@@ -226,6 +232,7 @@ PEERS = {
     peer.name: peer
     for peer in [
         Peer("paged", "pagedkv: attention over shuffled pages", paged),
+        Peer("paged-ungrouped", "pagedkv, a shared prefix read by each", partial(paged, share=False)),
         Peer("numpy-padded", "NumPy over contiguous arrays, padded to the longest", numpy_padded),
         Peer("numpy-sequences", "NumPy over contiguous arrays, one sequence at a time", numpy_sequences),
         Peer("seed", "the first draft's loop over blocks, repaired", seed_loop),

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from pagedkv import PagedKVCache
 from pagedkv.bench import PEERS, Shape, Workload, compare, peers
 from pagedkv.bench.measure import TOLERANCE, error
 
@@ -46,6 +47,15 @@ def test_an_absent_module_is_named_with_the_remedy():
     peer = peers.Peer("x", "about", lambda workload: None, needs="no_such_module", install="pip install it")
     assert peer.absent == "x: no_such_module is not installed: pip install it"
     assert PEERS["seed"].absent is None
+
+
+def test_the_ungrouped_kernel_reads_a_shared_prefix_for_each(monkeypatch):
+    plans, plan = [], PagedKVCache.plan
+    monkeypatch.setattr(PagedKVCache, "plan", lambda *a, **k: plans.append(plan(*a, **k)) or plans[-1])
+    workload = Workload(Shape("beams", (300, 290, 280), 4, 4, 8, prefix=256))
+    for name in ("paged", "paged-ungrouped"):
+        PEERS[name].build(workload)
+    assert [sum(task.members == 3 for task in plan.tasks) for plan in plans] == [1, 0]
 
 
 # --- compare
