@@ -2,7 +2,7 @@
 
 Lessons start from these states and speak of these numbers; tests/teach/test_story.py asserts each number against
 the engine. The start states: `one_question`, `three_requests`, `four_answers`, `diverged`, `at_the_wall`,
-`preempted`, `shuffled`.
+`preempted`, `second_wall`, `shuffled`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -186,6 +186,14 @@ def shuffled(*, poison: bool = False) -> TextPool:
     return pool
 
 
+def second_wall(*, poison: bool = False) -> TextPool:
+    """a, b and c hold 16 tokens each: position 16 needs three blocks, and none is free."""
+    pool = preempted(poison=poison)
+    for letter in "ow ":
+        pool.append(dict.fromkeys("abc", letter))
+    return pool
+
+
 # ---- the numbers of single lessons -------------------------------------------------------------------------
 
 
@@ -273,3 +281,14 @@ def tokens_left(pool: TextPool, damaged_block: int) -> dict[SeqId, int]:
 
 # 06: block size -> blocks of four answers of 40 characters, unshared and shared
 ANSWER_BLOCKS = {1: (200, 170), 2: (100, 85), 4: (52, 46), 8: (28, 25), 16: (16, 16)}
+
+# 08: name, prompt, tokens to write, step of arrival; with a pool of 8 blocks three of them have to give way.
+EVENING = (
+    ("night", NIGHT, 3, 0),
+    ("day", DAY, 14, 0),
+    ("morrow", MORROW, 5, 0),
+    ("lord", "Good my lord", 14, 4),
+    ("even", "Good even", 5, 7),
+)
+EVENING_GIVES_WAY = ((1, "morrow", 3), (9, "lord", 4), (18, "even", 3))  # step, who, blocks that come free
+EVENING_MS = (269, 251, 214, 276, 297)  # mean time to be done with a watermark of 0, 1, 2, 3 and 4 blocks

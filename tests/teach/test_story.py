@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from needs import need_module
 
 from pagedkv.allocator import BlockAllocator, PoolExhausted
 from pagedkv.attention import merge, paged_attention
@@ -249,12 +250,23 @@ def test_08_after_the_preemption_the_pool_is_full_and_the_next_wall_is_at_16():
     pool = story.preempted()
     assert tables_of(pool, "abc") == [[0, 1, 3, 2], [0, 1, 4, 6], [0, 1, 5, 7]]
     assert pool.num_free == 0
-    for _ in range(3):
-        pool.append(dict.fromkeys("abc", "o"))
+    pool = story.second_wall()
     assert pool.manager.lengths([*"abc"]).tolist() == [16] * 3
     assert (pool.manager.blocks_needed([*"abc"]), pool.num_free) == (3, 0)
-    pool.free("c")
+    assert len(pool.free("c")) == 2
     assert (pool.manager.blocks_needed([*"ab"]), pool.num_free) == (2, 2)
+
+
+def test_08_the_evening_who_gives_way_and_when_all_are_done():
+    need_module("ipywidgets", "course")
+    from pagedkv.teach.scheduler_timeline import serve
+
+    evening = [(name, len(text), new, arrival) for name, text, new, arrival in story.EVENING]
+    served = [serve(evening, story.NUM_BLOCKS, story.BLOCK_SIZE, w) for w in range(5)]
+    assert served[0].preemptions == story.EVENING_GIVES_WAY
+    assert tuple(round(each.mean) for each in served) == story.EVENING_MS
+    sooner = served[2].done
+    assert all(sooner[name] <= ms for name, ms in served[0].done.items()), "fewer at once, and nobody later"
 
 
 # 09, 10, 11
