@@ -13,26 +13,25 @@ from functools import partial
 import numpy as np
 
 from .shapes import Workload
+from .vllm_peer import VllmKernel, missing
 
 Call = Callable[[int], np.ndarray]  # layer -> float32 [batch, num_q_heads, head_dim]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """A kernel by its name: what it is, how to build it, what has to be installed."""
+    """A kernel by its name: what it is, how to build it, and what keeps it from running here."""
 
     name: str
     about: str
     build: Callable[..., Call]
-    needs: str | None = None  # a module
-    install: str = ""  # how to get it
+    missing: Callable[[], str | None] = lambda: None
 
     @property
     def absent(self) -> str | None:
-        """Why it cannot run here, or None."""
-        if self.needs and importlib.util.find_spec(self.needs) is None:
-            return f"{self.name}: {self.needs} is not installed: {self.install}"
-        return None
+        """Why it cannot run here, with the remedy, or None."""
+        reason = self.missing()
+        return reason and f"{self.name}: {reason}"
 
 
 # --- ours
@@ -226,7 +225,10 @@ def _no_grad(call) -> Call:
     return quiet
 
 
-_TORCH = {"needs": "torch", "install": 'pip install "pagedkv[train]"'}
+def _no_torch() -> str | None:
+    found = importlib.util.find_spec("torch")
+    return None if found else 'torch is not installed: pip install "pagedkv[train]"'
+
 
 PEERS = {
     peer.name: peer
@@ -236,9 +238,10 @@ PEERS = {
         Peer("numpy-padded", "NumPy over contiguous arrays, padded to the longest", numpy_padded),
         Peer("numpy-sequences", "NumPy over contiguous arrays, one sequence at a time", numpy_sequences),
         Peer("seed", "the first draft's loop over blocks, repaired", seed_loop),
-        Peer("torch-gqa", "torch attention with enable_gqa, contiguous, padded", torch_gqa, **_TORCH),
-        Peer("torch-rows", "torch attention, queries of a KV head as rows, padded", torch_rows, **_TORCH),
-        Peer("torch-sequences", "torch attention, one sequence at a time", torch_sequences, **_TORCH),
-        Peer("torch-gather", "torch index_select of pages, then attention", torch_gather, **_TORCH),
+        Peer("torch-gqa", "torch attention with enable_gqa, contiguous, padded", torch_gqa, _no_torch),
+        Peer("torch-rows", "torch attention, queries of a KV head as rows, padded", torch_rows, _no_torch),
+        Peer("torch-sequences", "torch attention, one sequence at a time", torch_sequences, _no_torch),
+        Peer("torch-gather", "torch index_select of pages, then attention", torch_gather, _no_torch),
+        Peer("vllm", "vLLM's compiled CPU kernel, blocks of 128, in its own process", VllmKernel, missing),
     ]
 }

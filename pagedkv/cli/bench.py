@@ -67,6 +67,8 @@ def run(options: argparse.Namespace) -> int:
     for module in ("threadpoolctl", "tqdm", *(["matplotlib"] if options.out else [])):
         if importlib.util.find_spec(module) is None:
             return complain("bench", f'{module} is not installed: pip install "pagedkv[bench]"', FAILED)
+    from ..bench.vllm_peer import PeerFailed
+
     try:
         asked = Asked(options)
     except ValueError as error:
@@ -77,6 +79,8 @@ def run(options: argparse.Namespace) -> int:
         results = asked.measured()
     except OSError as error:
         return complain("bench", error, MISUSED)
+    except PeerFailed as error:
+        return complain("bench", error, FAILED)
     except MemoryError as error:
         return complain(
             "bench", f"{error or 'not enough memory'}; ask for fewer shapes with --shapes", FAILED
@@ -113,6 +117,7 @@ class Asked:
 
     def __init__(self, options: argparse.Namespace):
         from ..bench import PEERS, SHAPES
+        from ..bench.vllm_peer import VARIABLE
 
         if options.check and options.quick:
             raise ValueError("--check needs the shapes in full; leave --quick out")
@@ -137,7 +142,7 @@ class Asked:
         if options.vllm_python:
             if not Path(options.vllm_python).is_file():
                 raise ValueError(f"--vllm-python: there is no {options.vllm_python}")
-            os.environ["PAGEDKV_VLLM_PYTHON"] = options.vllm_python
+            os.environ[VARIABLE] = options.vllm_python
 
     def measured(self) -> dict:
         """Everything, part after part, with a bar on standard error."""

@@ -1,11 +1,12 @@
 """`pagedkv bench`: a tiny run end to end, verdicts as exit codes, and complaints of one line."""
 
 import json
+import sys
 
 import pytest
 
 from pagedkv import cli
-from pagedkv.bench import PEERS, SHAPES, Shape, bookkeeping, goals, peers
+from pagedkv.bench import PEERS, SHAPES, Shape, bookkeeping, goals, peers, vllm_peer
 from pagedkv.cli import bench
 
 SMALL = ["--peers", "numpy-padded", "--dtypes", "float32", "--seconds", "0.001", "--threads", "1"]
@@ -71,12 +72,22 @@ def test_a_wrong_kernel_is_exit_1(tiny, monkeypatch, capsys):
 
 
 def test_an_absent_peer_is_named_and_left_out(tiny, monkeypatch, capsys):
-    gone = peers.Peer("seed", "gone", None, needs="no_such_module", install="pip install it")
+    gone = peers.Peer("seed", "gone", None, lambda: "get it there")
     monkeypatch.setitem(PEERS, "seed", gone)
     assert cli.main(["bench", "--quick", "--shapes", "a", *SMALL[2:], "--peers", "seed", *NOTHING]) == 0
     printed = capsys.readouterr()
-    assert "seed: no_such_module is not installed: pip install it" in printed.err
-    assert "- seed: no_such_module is not installed" in printed.out
+    assert "seed: get it there\n" in printed.err
+    assert "- seed: get it there\n" in printed.out
+
+
+def test_a_vllm_that_does_not_run_is_one_line(tiny, monkeypatch, capsys):
+    monkeypatch.setenv("PAGEDKV_VLLM_PYTHON", "")  # restored after the test
+    arguments = ["--quick", "--shapes", "a", *SMALL[2:], "--peers", "vllm", "--vllm-python", sys.executable]
+    monkeypatch.setattr(vllm_peer, "CHILD", "/no/such/script.py")
+    assert cli.main(["bench", *arguments]) == 1
+    last = capsys.readouterr().err
+    assert "gave up: " in last
+    assert last.count("\n") == 1
 
 
 def test_without_the_extra_it_says_what_to_install(monkeypatch, capsys):
