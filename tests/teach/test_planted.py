@@ -187,6 +187,27 @@ def test_a_constant_is_no_answer(lesson, check, constant):
     assert getattr(checks, check)(answer).verdict == WRONG
 
 
+class EqualToAll:
+    """Claims to be whatever is expected."""
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+@pytest.mark.parametrize(("lesson", "check"), CHECKS, **IDS)
+def test_what_equals_everything_is_no_answer(lesson, check):
+    given = EqualToAll()
+    wants = getattr(checks, check).wants
+    answers = [given, [given] * 2, (given, given), [given] * 4] if wants == "value" else [given]
+    for answer in answers:
+        submission = (
+            answer if wants == "value" else as_wanted(check, lambda *_, _answer=answer, **__: _answer)
+        )
+        assert getattr(checks, check)(submission).verdict in (WRONG, ERROR)
+
+
 @pytest.mark.parametrize(("lesson", "check"), CODE, **CODE_IDS)
 def test_the_packages_own_part_is_refused_in_every_wrapping(lesson, check):
     run_check = getattr(checks, check)

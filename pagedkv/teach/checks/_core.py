@@ -262,8 +262,14 @@ def same(a: Any, b: Any) -> bool:
         if isinstance(a, np.ndarray) and isinstance(b, np.ndarray):
             return a.shape == b.shape and np.array_equal(a, b, equal_nan=a.dtype.kind == b.dtype.kind == "f")
         return all(same(x, y) for x, y in zip(a, b, strict=True))
+    if not (_is_known(a) and _is_known(b)):
+        return a is b  # a class of the learner's own may claim to equal anything
     equal = a == b
     return bool(equal) if np.ndim(equal) == 0 else False
+
+
+def _is_known(value: Any) -> bool:
+    return type(value).__module__ in ("builtins", "numpy", "fractions", "decimal")
 
 
 def show(value: Any) -> str:

@@ -452,7 +452,7 @@ def _drafts(learner: Learner, pool: Pool, parents: list[int], question: str) -> 
     try:
         learner(pool, names, parents)
     except _Raised as raised:
-        if "is free: only a block in use can gain an owner" not in str(raised.error):
+        if "can gain an owner" not in str(raised.error):
             raise
         question = "for a moment nobody owned that block: who reads it one line later?"
         raise Wrong(f"{said} stopped: {raised.error}.", question) from None

@@ -11,7 +11,7 @@ from pagedkv.lm import Llama
 from pagedkv.lm.generate import beam_search, best, keep_top_p
 from pagedkv.teach import story, variants
 
-from ._core import SETTING, Learner, Wrong, check, seeded, show
+from ._core import SETTING, Learner, Wrong, check, same, seeded, show
 
 TOLERANCE = 1e-4  # of logits: float32 computed in another order
 
@@ -179,14 +179,14 @@ def shared_blocks(learner: Learner) -> str:
         raise Wrong(f"answer is {show(answer)}; it takes two numbers: {wants}.")
     for given, size in zip(answer, case.sizes, strict=True):
         unshared, shared = case.blocks(size)
-        if given == shared and not isinstance(given, bool):
+        if same(given, shared) and not isinstance(given, bool):
             continue
         rounded_up = unshared - (case.answers - 1) * -(-case.prompt // size)
-        if given == unshared:
+        if same(given, unshared):
             question = "which blocks hold the prompt's letters for all of them, to the end?"
-        elif given == rounded_up:
+        elif same(given, rounded_up):
             question = "the prompt's last block is not full: who writes into it next, and what happens then?"
-        elif given == case.answers * -(-case.length // size):
+        elif same(given, case.answers * -(-case.length // size)):
             question = "how long is a text, its prompt included?"
         else:
             whole = f"one answer of {case.prompt + case.length} tokens"
