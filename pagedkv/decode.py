@@ -11,21 +11,22 @@ from numpy.typing import ArrayLike
 from .allocator import whole_number
 from .attention import check_batch, check_block, check_rows, check_shapes, checked_options
 from .storage import KVStorage, as_floats
-from .tiles import Laid, Piece, Shape, Task, Workspace
+from .tiles import TILE, Laid, Piece, Shape, Task, Workspace
 
-CHUNK = (
-    512  # keys that one call gathers: some megabytes in float32 for a large model, so they stay in a cache
-)
-SHORT = 128  # sequences of so many keys are gathered together; longer ones pay for calls of their own
-ROUND = 32  # the length to which a short sequence is padded is a multiple of this
-SHORTS = 2048  # keys of all short sequences in one gather
+CHUNK = 1 << 19  # numbers that one call gathers: 2 MB in float32, so that they stay in a cache
+SHORT = (
+    1 << 17
+)  # numbers up to which a sequence is gathered with others; longer ones pay for calls of their own
+ROUND = 32  # short sequences are padded to multiples of so many keys, or of a quarter of their length
 SCORES = 1 << 17  # of a task, per query head; more queries are cut into several tasks
-MOST_QUERIES = 128  # of one sequence in a task: behind them, more keys stay hidden than a second gather costs
-LEAST_QUERIES = 16  # however long the sequence
+MOST_QUERIES, LEAST_QUERIES = (
+    128,
+    16,
+)  # of a sequence in one task: more would see too little of what is gathered
 LEAST_SHARED = 128  # keys that a shared prefix must save from being gathered again
 HIDDEN = np.iinfo(np.int64).max  # the position of what is no key
-MOST_THREADS = 64
 PER_THREAD = 6 << 20  # bytes of keys and values that are worth a thread
+MOST_THREADS = 64
 
 
 class StalePlan(Exception):
@@ -42,9 +43,9 @@ class AttentionPlan:
 
     Args: block_tables: whole numbers [batch, max_blocks]; lengths: tokens [batch]; block_size; num_queries: per
         sequence, or one for all; window: keys that a query sees, its own included; share: whether to read shared
-        prefixes once; threads: to compute in, as many as pay if None; seq_ids, versions: whose plan this is, for
-        `PagedKVCache` to notice that it is stale.
-    Raises: ValueError for lengths and blocks that do not fit.
+        prefixes once; threads: to compute in, at most; if None, as many as pay and there are processors; seq_ids,
+        versions: whose plan this is, for `PagedKVCache` to notice that it is stale.
+    Raises: ValueError for lengths and blocks that do not fit; ImportError for several threads without threadpoolctl.
     Source: section 4.1; planning once per step: Ye et al. 2025, "FlashInfer".
     """
 
@@ -64,15 +65,16 @@ class AttentionPlan:
         tables, lengths, counts = check_batch(block_tables, lengths, num_queries, block_size)
         if window is not None:
             whole_number("window", window, minimum=1)
-        self.threads = None if threads is None else whole_number("threads", threads, minimum=1)
+        self.threads = threads if threads is None else checked_threads(threads)
         self.lengths, self.num_queries, self.window = lengths, counts, window
         self.block_size = block_size
         self.seq_ids, self.versions = seq_ids, versions
         self.total_queries = int(counts.sum())
-        batch = _Batch(tables, lengths, counts, block_size, window)
-        self._highest = batch.check_blocks()
-        self.tasks: list[Task] = batch.cut(share)
-        self._split: dict[int, list[list[Task]]] = {}  # by number of threads
+        self.share = share
+        self._batch = _Batch(tables, lengths, counts, block_size, window)
+        self._highest = self._batch.check_blocks()
+        self._tasks: dict[int, list[Task]] = {}  # by the numbers in a key, all heads together
+        self._split: dict[tuple, list[list[Task]]] = {}  # by number of threads, too
         self._laid: dict[tuple, list[Laid]] = {}  # by workspace, shape and lane
 
     def run(
@@ -123,22 +125,30 @@ class AttentionPlan:
         in_threads(len(lanes), compute)
         return (out, lse) if return_lse else out
 
+    def tasks(self, storage: KVStorage) -> list[Task]:
+        """How the batch is cut for pages of this shape."""
+        width = storage.num_kv_heads * storage.head_dim
+        if width not in self._tasks:
+            self._tasks[width] = self._batch.cut(width, self.share)
+        return self._tasks[width]
+
     def _lanes(self, storage: KVStorage) -> list[list[Task]]:
         """The tasks of each thread: the longest first, always to the thread that has least to do."""
-        threads = self.threads
+        threads, tasks = self.threads, self.tasks(storage)
         if threads is None:
             key_bytes = storage.nbytes // (storage.num_layers * storage.num_blocks * storage.block_size)
-            keys = sum(task.cost for task in self.tasks)
+            keys = sum(task.cost for task in tasks)
             threads = min(keys * key_bytes // PER_THREAD, available_threads())
-        threads = max(1, min(threads, len(self.tasks)))
-        if threads not in self._split:
+        threads = max(1, min(threads, len(tasks)))
+        key = threads, storage.num_kv_heads * storage.head_dim
+        if key not in self._split:
             lanes, loads = [[] for _ in range(threads)], [0] * threads
-            for task in sorted(self.tasks, key=lambda task: -task.cost):
+            for task in sorted(tasks, key=lambda task: -task.cost):
                 least = loads.index(min(loads))
                 lanes[least].append(task)
                 loads[least] += task.cost
-            self._split[threads] = lanes
-        return self._split[threads]
+            self._split[key] = lanes
+        return self._split[key]
 
 
 # Cutting a batch into tasks
@@ -176,26 +186,31 @@ class _Batch:
         check_block(*lowest)
         return highest
 
-    def cut(self, share: bool) -> list[Task]:
-        """Tasks that cover every query that sees a key."""
+    def cut(self, width: int, share: bool) -> list[Task]:
+        """Tasks that cover every query that sees a key; width: numbers in a key, which say what is short."""
+        self.short, self.chunk = SHORT // width, max(TILE, CHUNK // width)  # keys
         rest, tasks = np.flatnonzero(self.asked), []
         if share:
             families, rest = self._families(rest)
             tasks += [task for family in families for task in self._together(family)]
         spans = -(-self.lengths[rest] // self.block_size) - self.start[rest] // self.block_size
-        step = max(1, ROUND // self.block_size)
-        padded = -(-spans // step) * step  # blocks; by a sequence's own length, whoever else is in the batch
-        short = (padded * self.block_size <= SHORT) & (self.asked[rest] <= ROUND)
-        kinds, kind_of = np.unique(
-            np.stack([self.asked[rest], padded], axis=1)[short], axis=0, return_inverse=True
-        )
-        for kind, (_, blocks) in enumerate(kinds.tolist()):
-            alike = rest[short][kind_of.ravel() == kind]
-            many = max(1, SHORTS // (blocks * self.block_size))
-            tasks += [self._side_by_side(alike[i : i + many], blocks) for i in range(0, len(alike), many)]
-        for row in rest[~short].tolist():
-            tasks += self._alone(row)
+        alike: dict[tuple[int, int], list[int]] = {}
+        for row, queries, span in zip(rest.tolist(), self.asked[rest].tolist(), spans.tolist(), strict=True):
+            blocks = self._padded(span)
+            if blocks * self.block_size <= self.short and queries <= ROUND:
+                alike.setdefault((queries, blocks), []).append(row)
+            else:
+                tasks += self._alone(row)
+        for (_, blocks), rows in alike.items():
+            many = max(1, self.chunk // (blocks * self.block_size))
+            for i in range(0, len(rows), many):
+                tasks.append(self._side_by_side(np.array(rows[i : i + many]), blocks))
         return tasks
+
+    def _padded(self, blocks: int) -> int:
+        """Blocks that stand for so many: by a sequence's own length, whoever else is in the batch."""
+        step = max(1, ROUND // self.block_size, 1 << max(0, blocks.bit_length() - 3))
+        return -(-blocks // step) * step
 
     def _alone(self, row: int) -> list[Task]:
         """One sequence, some of its queries at a time."""
@@ -215,7 +230,7 @@ class _Batch:
     def _pieces(self, row: int, start: int, end: int, members: slice, column: int) -> tuple[Piece, ...]:
         """The keys at positions start … end − 1 of one sequence, in chunks."""
         size, pieces = self.block_size, []
-        chunk = max(1, CHUNK // size)
+        chunk = max(1, self.chunk // size)
         for block in range(start // size, -(-end // size), chunk):
             begin, stop = max(start, block * size), min(end, (block + chunk) * size)
             blocks = self.tables[row, block : -(-stop // size)]
@@ -250,7 +265,7 @@ class _Batch:
         positions[missing] = HIDDEN
         holes = np.flatnonzero(missing)
         taken = self.tables[rows[:, None], entries]
-        return Piece(members, taken, 0, blocks * size, column, holes if holes.size else None), positions
+        return Piece(members, taken, 0, blocks * size, column, True, holes if holes.size else None), positions
 
     def _query_rows(self, rows: np.ndarray) -> np.ndarray:
         return (self.rows[rows, None] + np.arange(self.asked[rows[0]])).ravel()
@@ -273,6 +288,9 @@ class _Batch:
         whole = np.where(
             self.start > 0, 0, self.lengths // self.block_size
         )  # [batch]  blocks that could be shared
+        begins = self.tables[rows[whole[rows] > 0], :1].ravel().tolist()
+        if len(set(begins)) == len(begins):
+            return [], rows
         families, alone = [], []
         nodes = [(rows[self.asked[rows] == n], 0, 0, None) for n in np.unique(self.asked[rows])]
         while nodes:
@@ -326,8 +344,8 @@ class _Batch:
             begin, stop = start * size, end * size
             pieces += self._pieces(rows[first], begin, stop, slice(first, last), begin)
             positions[first:last, begin:stop] = np.arange(begin, stop)
-        if blocks * size <= SHORT:
-            many = max(1, SHORTS // max(1, blocks * size))
+        if blocks * size <= self.short:
+            many = max(1, self.chunk // max(1, blocks * size))
             for i in range(0, members if blocks else 0, many):
                 part = slice(i, min(i + many, members))
                 piece, positions[part, column:] = self._runs(rows[part], own[part], blocks, part, column)
@@ -376,8 +394,15 @@ def in_threads(lanes: int, compute: Callable[[int, Workspace], None]) -> None:
         _idle.extend(reversed(workspaces))
 
 
+def checked_threads(threads: int) -> int:
+    """The number, or ValueError; ImportError where several would each start as many threads of BLAS."""
+    if whole_number("threads", threads, minimum=1) > 1 and one_blas_thread.controller() is None:
+        raise ImportError('several threads need threadpoolctl: pip install "pagedkv[bench]"')
+    return threads
+
+
 def available_threads() -> int:
-    """Threads that can work at once: the processors we may use, or one where BLAS cannot be told to use one each."""
+    """Threads that can work at once: the processors we may use, or one without threadpoolctl."""
     if one_blas_thread.controller() is None:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

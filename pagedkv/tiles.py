@@ -6,7 +6,6 @@ multiplies many small tiles. Keys and values are never repeated for grouped quer
 """
 
 import math
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,8 +18,7 @@ ROWS = 4  # OpenBLAS is fast at multiples of so many rows, so queries are padded
 LOWEST, TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """Keys that one call gathers: one run of positions that all its members read, or one run for each of them."""
 
     members: slice  # of the task
@@ -28,11 +26,11 @@ class Piece:
     skip: int  # slots of the first block in front of the first key
     tokens: int  # of each run
     column: int  # of the scores, where the keys begin
+    each: bool = False  # one run for each member
     holes: np.ndarray | None = None  # intp: which of the gathered slots hold no key that may be seen
 
 
-@dataclass(frozen=True)
-class Task:
+class Task(NamedTuple):
     """Queries whose scores stand together, for one softmax: one sequence, several short ones, or a shared prefix."""
 
     rows: slice | np.ndarray  # of the query, member after member
@@ -66,14 +64,15 @@ class Workspace:
     """
 
     def __init__(self):
-        self._memory: dict[str, np.ndarray] = {}
+        self._memory: dict[tuple, np.ndarray] = {}
 
     def array(self, name: str, shape: tuple[int, ...], dtype=np.float32) -> np.ndarray:
-        """An array over the memory of this name, which it shares with all others of the name."""
-        nbytes = math.prod(shape) * np.dtype(dtype).itemsize
-        if name not in self._memory or self._memory[name].nbytes < nbytes:
-            self._memory[name] = np.empty(nbytes, np.uint8)
-        return self._memory[name][:nbytes].view(dtype).reshape(shape)
+        """An array over the memory of this name, which it shares with all others of the name and type."""
+        size, key = math.prod(shape), (name, dtype)
+        memory = self._memory.get(key)
+        if memory is None or memory.size < size:
+            memory = self._memory[key] = np.empty(size, dtype)
+        return memory[:size].reshape(shape)
 
 
 class Product(NamedTuple):
@@ -103,9 +102,7 @@ class Gather:
             self.stored = workspace.array("stored pages", (*lead, head_dim), self.format.dtype)
         if self.format.scales("keys"):
             self.scales = workspace.array("scales", lead)
-        flat = slice(
-            piece.skip, piece.skip + runs * piece.tokens
-        )  # several runs have no skip and whole blocks
+        flat = slice(piece.skip, piece.skip + runs * piece.tokens)  # several runs are whole blocks
         self.narrow = self.stored.reshape(-1, kv, head_dim)[flat]
         self.wide = self.pages.reshape(-1, kv, head_dim)[flat]
 
@@ -120,7 +117,7 @@ class Gather:
         )  # [runs, kv_heads, rows, …]
         scores = scores[..., piece.column : piece.column + piece.tokens]
         tile = TILE * max(1, PRODUCT // (q.shape[2] * head_dim * TILE))
-        whole = piece.tokens // tile if runs == 1 else 0
+        whole = 0 if piece.each else piece.tokens // tile
         self.products = []
         for start, tiles, length in ((0, whole, tile), (whole * tile, 1, piece.tokens - whole * tile)):
             if tiles * length == 0:
