@@ -4,10 +4,10 @@ import os
 import sys
 
 from .. import __version__
-from . import bench, generate, grade, lab, student
+from . import bench, generate, grade, lab, replay, student
 from .common import FAILED, Parser
 
-COMMANDS = (lab, generate, bench, student, grade)
+COMMANDS = (lab, generate, bench, replay, student, grade)
 
 
 def main(arguments: list[str] | None = None) -> int:
