@@ -1,8 +1,8 @@
 """vLLM's CPU kernel, run by a Python that has vLLM: `python vllm_child.py FOLDER THREADS`.
 
 Reads the arrays that `vllm_peer.py` left in FOLDER, then obeys one line of standard input at a time, and answers
-each with one line: `run LAYER` (the result goes to FOLDER/out.npy) or `time LAYER …` (seconds of these calls). Imports
-nothing of pagedkv, which need not be installed there. Written for vLLM 0.32.
+each with one line: `run LAYER` (the result goes to FOLDER/out.npy) or `time LAYER …` (seconds of these calls).
+Imports nothing of pagedkv, which need not be installed there. Written for vLLM 0.32.
 """
 
 import os
