@@ -291,37 +291,6 @@ def test_a_kind_of_mistake_is_told_without_its_numbers():
     assert grading.class_picture(rows) == ["01  fits: 2 wrong", "    2 × fits(#) gave #"]
 
 
-# ---- wrong requests
-
-
-@pytest.mark.parametrize(
-    ("arguments", "code", "message"),
-    [
-        (["nowhere"], 1, "nowhere is not a folder"),
-        (["."], 1, "no notebooks"),
-        ([".", "--timeout", "0"], 2, "--timeout"),
-        ([".", "--jobs", "-1"], 2, "--jobs"),
-        ([".", "--memory", "1"], 2, "--memory"),
-        ([".", "--seed", "0"], 2, "--seed"),
-        (["full", "--csv", "nowhere/grades.csv"], 1, "cannot write nowhere/grades.csv"),
-        (["full", "--lessons", "full/none"], 1, "no lessons"),
-    ],
-)
-def test_a_wrong_request_is_one_line(arguments, code, message, tmp_path, monkeypatch, capsys):
-    empty = tmp_path / "empty"
-    (empty / "full").mkdir(parents=True)
-    monkeypatch.chdir(empty if arguments[0] == "full" else tmp_path / "empty")
-    if arguments[0] == "full":
-        (empty / "full" / "a.ipynb").write_text("{}")
-    try:
-        got = cli.main(["grade", *arguments])
-    except SystemExit as exit:
-        got = exit.code
-    printed = capsys.readouterr()
-    assert (got, printed.err.count("\n"), printed.out) == (code, 1, "")
-    assert message in printed.err
-
-
 # ---- the real lessons
 
 
