@@ -5,7 +5,7 @@ import operator
 import time
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -86,8 +86,8 @@ def whole_numbers(name: str, values: ArrayLike) -> np.ndarray:
 def whole_numbers_below(name: str, values: ArrayLike, end: int) -> np.ndarray:
     """Return `values` as a flat int64 array of numbers 0 … end − 1; ValueError names one that is not."""
     array = whole_numbers(f"{name}s", values).ravel()
-    outside = array[(array < 0) | (array >= end)]
-    if outside.size:
+    if array.size and array.view(np.uint64).max() >= end:  # read without its sign, a negative number is huge
+        outside = array[(array < 0) | (array >= end)]
         raise ValueError(f"there is no {name} {outside[0]}: it must be 0 … {end - 1}")
     return array
 
@@ -104,7 +104,8 @@ class BlockAllocator(Observed):
         super().__init__(observers)
         self.num_blocks = whole_number("num_blocks", num_blocks, minimum=1)
         self._owners = np.zeros(self.num_blocks, np.int32)  # [num_blocks]
-        self._free = list(range(self.num_blocks))[::-1]  # the front of the queue is the end of the list
+        self._free = np.arange(self.num_blocks, dtype=np.int32)[::-1].copy()  # a stack: the front is its top
+        self._num_plain = self.num_blocks  # so much of it is in use
         self._cached: OrderedDict[int, None] = OrderedDict()  # behind them, the front first
 
     def __repr__(self) -> str:
@@ -120,7 +121,7 @@ class BlockAllocator(Observed):
     @property
     def num_free(self) -> int:
         """Blocks that nobody owns, cached ones included."""
-        return len(self._free) + len(self._cached)
+        return self._num_plain + len(self._cached)
 
     @property
     def num_cached(self) -> int:
@@ -129,7 +130,7 @@ class BlockAllocator(Observed):
 
     def queue(self) -> list[int]:
         """Free block ids in the order in which they will be handed out; the last `num_cached` are cached."""
-        return [*self._free[::-1], *self._cached]
+        return [*self._free[: self._num_plain][::-1].tolist(), *self._cached]
 
     @property
     def ref_counts(self) -> np.ndarray:
@@ -140,7 +141,7 @@ class BlockAllocator(Observed):
 
     def ref_count(self, block: int) -> int:
         """Owners of one block. Raises ValueError for an id that the pool does not have."""
-        return int(self._owners[self._checked([block])[0]])
+        return int(self._owners[whole_numbers_below("block", [block], self.num_blocks)[0]])
 
     def allocate(self, n: int = 1) -> np.ndarray:
         """Take `n` blocks from the front of the queue, one owner each.
@@ -154,35 +155,38 @@ class BlockAllocator(Observed):
         n = whole_number("the number of blocks to allocate", n)
         if n > self.num_free:
             self._refuse(started, n, self.num_free)
-        cut = max(len(self._free) - n, 0)
-        taken = self._free[cut:][::-1]
-        del self._free[cut:]
-        evicted = [self._cached.popitem(last=False)[0] for _ in range(n - len(taken))]
-        blocks = np.array(taken + evicted, np.int32)  # [n]
+        rest = max(self._num_plain - n, 0)
+        blocks = self._free[rest : self._num_plain][::-1].copy()  # [n], if there are so many plain ones
+        self._num_plain = rest
+        if blocks.size < n:
+            evicted = [self._cached.popitem(last=False)[0] for _ in range(n - blocks.size)]
+            blocks = np.append(blocks, evicted).astype(np.int32)
         self._owners[blocks] = 1
-        told = {"new": blocks, "evicted": np.array(evicted, np.int32)} if evicted else {"new": blocks}
-        self._tell("allocate", started, blocks=told, free=self.num_free)
+        if self.observers:
+            self._tell("allocate", started, blocks={"new": blocks}, free=self.num_free)
         return blocks
 
-    def share(self, blocks: ArrayLike) -> None:
-        """Add one owner to each block; an id that is named twice gains two. A cached block leaves the queue.
+    def share(self, blocks: ArrayLike, times: int = 1) -> None:
+        """Add `times` owners to each block; an id that is named twice gains twice as many.
+
+        A cached block leaves the queue by that: it is in use again, with its contents.
 
         Args: blocks: ids [n] of blocks in use or cached.
         Raises: ValueError for another free block or an unknown one; nothing is changed.
         Source: section 4.4, reference counts.
         """
         started = self._clock()
-        blocks = self._checked(blocks)
+        blocks = whole_numbers_below("block", blocks, self.num_blocks)
         revived = blocks[self._owners[blocks] == 0].tolist()
         for block in revived:
             if block not in self._cached:
                 raise ValueError(f"block {block} is free: only a block in use or cached can gain an owner")
         for block in revived:
             self._cached.pop(block, None)  # named twice, it is gone already
-        np.add.at(self._owners, blocks, 1)
+        np.add.at(self._owners, blocks, np.int32(times))
         self._tell("share", started, blocks={"shared": blocks})
 
-    def release(self, blocks: ArrayLike, cached: Container[int] = ()) -> np.ndarray:
+    def release(self, blocks: ArrayLike, cached: ArrayLike = ()) -> np.ndarray:
         """Take one owner from each block; those left without one become free.
 
         Those in `cached` go to the back of the queue one after the other, the rest to its front as a group.
@@ -193,34 +197,38 @@ class BlockAllocator(Observed):
         Source: section 4.4; the two ends of the queue as in vLLM V1.
         """
         started = self._clock()
-        blocks = self._checked(blocks)
-        named, times = np.unique(blocks, return_counts=True)
-        short = np.flatnonzero(self._owners[named] < times)
-        if short.size:
-            block, asked = named[short[0]], times[short[0]]
+        blocks = whole_numbers_below("block", blocks, self.num_blocks)
+        before = self._owners[blocks]
+        np.subtract.at(self._owners, blocks, np.int32(1))
+        left = self._owners[blocks]
+        if (left < 0).any():
+            np.add.at(self._owners, blocks, np.int32(1))  # nothing has happened
+            block, asked = blocks[left < 0][0], np.count_nonzero(blocks == blocks[left < 0][0])
             raise ValueError(f"block {block} has {self._owners[block]} owners, cannot release {asked}")
-        self._owners[named] -= times.astype(np.int32)
-        ownerless = blocks[self._owners[blocks] == 0][::-1].tolist()
-        back_to_front = list(dict.fromkeys(ownerless))  # a block becomes free at its *last* release
-        self._free += [block for block in back_to_front if block not in cached]
-        self._cached.update((block, None) for block in reversed(back_to_front) if block in cached)
-        freed = np.array(back_to_front[::-1], np.int32)
-        self._tell("release", started, blocks={"released": blocks, "freed": freed}, free=self.num_free)
+        ended = left == 0
+        freed = blocks[ended].astype(np.int32)
+        if (before[ended] > 1).any():  # named several times, a block becomes free at its *last* release
+            freed = np.array([*dict.fromkeys(freed[::-1].tolist())][::-1], np.int32)
+        self._queue_up(freed, cached)
+        if self.observers:
+            self._tell("release", started, blocks={"released": blocks, "freed": freed}, free=self.num_free)
         return freed
 
     def forget_cached(self) -> None:
         """Make cached blocks plain free ones; the queue keeps its order."""
         started = self._clock()
-        forgotten = list(self._cached)
-        self._free[:0] = forgotten[::-1]
+        order = np.array(self.queue()[::-1], np.int32)
+        forgotten = np.array(list(self._cached), np.int32)
+        self._free[: len(order)], self._num_plain = order, len(order)
         self._cached.clear()
-        self._tell(
-            "forget_cached", started, blocks={"evicted": np.array(forgotten, np.int32)}, free=self.num_free
-        )
+        self._tell("forget_cached", started, blocks={"evicted": forgotten}, free=self.num_free)
 
-    def _checked(self, blocks: ArrayLike) -> np.ndarray:
-        blocks = whole_numbers("block ids", blocks).ravel()
-        outside = blocks[(blocks < 0) | (blocks >= self.num_blocks)]
-        if outside.size:
-            raise ValueError(f"there is no block {outside[0]}: the pool has 0 … {self.num_blocks - 1}")
-        return blocks
+    def _queue_up(self, freed: np.ndarray, cached: ArrayLike) -> None:
+        """Put blocks that became free, in this order, where they belong in the queue."""
+        plain = freed
+        if len(cached):
+            worth = set(np.asarray(cached).tolist())
+            self._cached.update((block, None) for block in freed.tolist() if block in worth)
+            plain = np.array([block for block in freed.tolist() if block not in worth], np.int32)
+        self._free[self._num_plain : self._num_plain + len(plain)] = plain[::-1]
+        self._num_plain += len(plain)

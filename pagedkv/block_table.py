@@ -41,6 +41,8 @@ def ragged(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     Args: starts, counts: int [rows].
     Returns: row of each number, and the number itself: two int64 arrays [sum of counts].
     """
+    if (counts == 1).all():  # a step of decoding
+        return np.arange(len(counts)), starts
     rows = np.repeat(np.arange(len(counts)), counts)
     within = np.arange(len(rows)) - np.repeat(np.cumsum(counts) - counts, counts)
     return rows, starts[rows] + within
@@ -77,7 +79,13 @@ class BlockTables:
 
     def rows(self, seq_ids: Iterable[SeqId]) -> np.ndarray:
         """Row numbers of sequences: int64 [batch]. KeyError names one that is not registered."""
-        return np.fromiter(map(self._row, seq_ids), np.int64)
+        ids = tuple(seq_ids)
+        try:
+            return np.fromiter(map(self._row_of.__getitem__, ids), np.int64, len(ids))
+        except (KeyError, TypeError):  # TypeError: an id that cannot even be hashed
+            for seq_id in ids:
+                self._row(seq_id)
+            raise
 
     def length(self, rows: np.ndarray) -> np.ndarray:
         """Tokens per row: int64 [batch]."""
@@ -94,6 +102,10 @@ class BlockTables:
     def entries(self, row: int) -> np.ndarray:
         """Block ids of one row, −1 where a block was left behind: int32 [entries]."""
         return self._entries[row, : self.num_entries(row)].copy()
+
+    def some_entries(self, row: int, first: int, count: int) -> np.ndarray:
+        """The same for `count` entries from `first` on."""
+        return self._entries[row, first : first + count].copy()
 
     def owned(self, row: int) -> np.ndarray:
         """Block ids that one row really holds: int32, in order of position."""
@@ -119,9 +131,12 @@ class BlockTables:
 
     def slots(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Slots of positions start … start + count − 1 of each row, row after row: int32 [sum of counts]."""
-        batch_row, positions = ragged(starts, counts)
-        blocks = self._entries[rows[batch_row], positions // self.block_size]
-        return (blocks * self.block_size + positions % self.block_size).astype(np.int32)
+        place, positions = ragged(starts, counts)
+        entries = positions // self.block_size
+        blocks = (
+            self._entries[rows[place], entries] - entries
+        )  # a slot is block * size + position − entry * size
+        return (blocks * self.block_size + positions).astype(np.int32)
 
     # Changing
 
@@ -131,13 +146,21 @@ class BlockTables:
             self._add_rows()
         row = self._vacant.pop()
         self._row_of[seq_id] = row
-        self.put(row, np.zeros(0, np.int32), 0)
+        self._touch(row)
         return row
+
+    def fork(self, parent: int, seq_ids: Iterable[SeqId]) -> None:
+        """Register sequences whose rows are copies of row `parent`."""
+        rows = [self.add(seq_id) for seq_id in seq_ids]
+        held = self.num_entries(parent)
+        self._entries[rows, :held] = self._entries[parent, :held]
+        self._lengths[rows] = self._lengths[parent]
 
     def remove(self, seq_id: SeqId) -> None:
         """Forget a sequence; its row becomes vacant."""
         row = self._row_of.pop(seq_id)
-        self.put(row, np.zeros(0, np.int32), 0)
+        self._entries[row] = NOTHING
+        self._lengths[row] = 0
         self._vacant.append(row)
 
     def put(self, row: int, entries: np.ndarray, length: int) -> None:
@@ -155,10 +178,12 @@ class BlockTables:
 
     def append(self, rows: np.ndarray, counts: np.ndarray, tokens: np.ndarray, blocks: np.ndarray) -> None:
         """Grow each row by `counts` entries, taken from `blocks` row after row, and by `tokens` positions."""
-        first = self.num_entries(rows)
-        self._widen(int((first + counts).max(initial=0)))
-        batch_row, entry = ragged(first, counts)
-        self._entries[rows[batch_row], entry] = blocks
+        if len(blocks):
+            growing = np.flatnonzero(counts)
+            first, counts = self.num_entries(rows[growing]), counts[growing]
+            self._widen(int((first + counts).max()))
+            place, entry = ragged(first, counts)
+            self._entries[rows[growing][place], entry] = blocks
         self._lengths[rows] += tokens
         self._touch(rows[tokens > 0])
 
@@ -172,7 +197,7 @@ class BlockTables:
     def _row(self, seq_id: SeqId) -> int:
         try:
             return self._row_of[seq_id]
-        except (KeyError, TypeError):  # TypeError: an id that cannot even be hashed
+        except (KeyError, TypeError):
             raise KeyError(f"no sequence {seq_id!r}: never added, or freed already") from None
 
     def _touch(self, rows: np.ndarray | int) -> None:

@@ -52,13 +52,15 @@ class _Growth:
     start: np.ndarray  # int64 [batch]   position of the first new token, behind the hits
     tokens: np.ndarray  # int64 [batch]
     hits: dict[int, list[int]]  # place in the batch -> cached blocks that begin its prompt
-    copies: np.ndarray  # bool [batch]   whose last block must be copied first
-    blocks: np.ndarray  # int64 [batch]  new blocks per sequence, copies not counted
     revived: int  # free blocks among the hits
-
-    @property
-    def new(self) -> int:
-        return int(self.copies.sum() + self.blocks.sum())
+    begun: list[int]  # places in the batch of sequences that get their first tokens
+    writers: (
+        np.ndarray
+    )  # int64 [writers]  places in the batch of those who write into a last block that they have
+    tails: np.ndarray  # int32 [writers]    that block
+    copies: np.ndarray  # bool [writers]    whether it must be copied first, since others own it too
+    blocks: np.ndarray  # int64 [batch]     new blocks per sequence, copies not counted
+    new: int  # free blocks for copies and new blocks
 
     @property
     def needed(self) -> int:
@@ -205,8 +207,8 @@ class BlockManager(Observed):
         At least one token of a prompt is always left to compute: its output is what the model goes on from.
         """
         _, rows = self._rows([seq_id])
-        found = self._found([seq_id], self.tables.length(rows))
-        return sum(map(len, found.values())) * self.block_size
+        unbegun = [0] if self.tables.length(rows)[0] == 0 else []
+        return sum(map(len, self._found([seq_id], unbegun).values())) * self.block_size
 
     def extend(
         self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
@@ -228,19 +230,14 @@ class BlockManager(Observed):
         if plan.needed > self.num_free:
             self._refuse(started, plan.needed, self.num_free, plan.seq_ids)
         attached = self._attach(plan)  # before anything is taken: a block that was found must not be evicted
-        taken, evicted = self._take(plan.new)  # sequence after sequence, a copy before new blocks
-        amounts = plan.copies + plan.blocks
-        is_copy = np.zeros(plan.new, bool)
-        is_copy[(np.cumsum(amounts) - amounts)[plan.copies]] = True
-        copies = self._copy_tails(plan, taken[is_copy])
-        self.tables.append(plan.rows, plan.blocks, plan.tokens, taken[~is_copy])
+        taken, evicted = self._take(plan.new)
+        copies, new = self._copy_tails(plan, taken)
+        self.tables.append(plan.rows, plan.blocks, plan.tokens, new)
         slots = self.tables.slots(plan.rows, plan.start, plan.tokens)
-        told = {"new": taken[~is_copy], "copies": copies}
-        counts = {"tokens": int(plan.tokens.sum())}
         if self.prefix_cache:
-            told |= {"hits": attached, "evicted": evicted}
-            counts["hit_tokens"] = len(attached) * self.block_size
-        self._tell("extend", started, plan.seq_ids, told, **counts, free=self.num_free)
+            self._count_prompts(plan)
+        if self.observers:
+            self._tell_growth(started, plan, new, copies, attached, evicted)
         return Reservation(
             plan.seq_ids, plan.start, plan.tokens, slots, copies, self.tables.version(plan.rows)
         )
@@ -279,7 +276,7 @@ class BlockManager(Observed):
             for seq_id, length, row in zip(ids, lengths, given, strict=True)
         ]
         places = [
-            self.tables.entries(row)[p.first : p.first + len(p.filled)].tolist() if p.filled else []
+            self.tables.some_entries(row, p.first, len(p.filled)).tolist() if p.filled else []
             for row, p in zip(rows, plans, strict=True)
         ]
         self._check_contents(ids, plans, places)
@@ -305,12 +302,10 @@ class BlockManager(Observed):
         if not isinstance(children, Iterable):
             children = [None] * whole_number("the number of children", children, minimum=1)
         ids = self._new_ids(as_ids(children))
-        entries, length = self.tables.entries(row), int(self.tables.length(row))
-        owned = entries[entries != NOTHING]
-        self.allocator.share(np.tile(owned, len(ids)))
-        for child in ids:
-            self.tables.put(self.tables.add(child), entries, length)
-            self._texts[child] = self._texts[parent].copy()
+        owned = self.tables.owned(row)
+        self.allocator.share(owned, len(ids))
+        self.tables.fork(row, ids)
+        self._texts.update((child, self._texts[parent].copy()) for child in ids)
         self._tell("fork", started, (parent, *ids), {"shared": owned})
         return ids
 
@@ -370,7 +365,7 @@ class BlockManager(Observed):
             self.tables.put(row, entries[:keep], length)
             self._texts[seq_id].cut(length, self.block_size)
             if length % self.block_size and self.allocator.ref_counts[entries[keep - 1]] == 1:
-                self.prefix_index.unseal([int(entries[keep - 1])])
+                self.prefix_index.unseal(entries[keep - 1 : keep])
         self._tell("truncate", started, ids, {"freed": freed}, tokens=held - length, free=self.num_free)
         return freed
 
@@ -479,32 +474,36 @@ class BlockManager(Observed):
         self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None
     ) -> _Growth:
         ids, rows = self._rows(seq_ids, once=True)
-        lengths = self.tables.length(rows)
-        hits = self._found(ids, lengths)
-        start = lengths.copy()
+        start = self.tables.length(rows)
+        unbegun = (start == 0).nonzero()[0].tolist()
+        hits = self._found(ids, unbegun)
         for i, blocks in hits.items():
             start[i] = len(blocks) * self.block_size
         tokens = self._counts(ids, start, num_tokens)
-        for i in hits.keys() - np.flatnonzero(tokens).tolist():  # nothing to do is done
+        for i in [i for i in hits if not tokens[i]]:  # nothing to do is done
             del hits[i]
             start[i] = 0
         after = start + tokens
-        self._check_room(ids, lengths, start, tokens, after)
-        attached = np.array([block for blocks in hits.values() for block in blocks], np.int64)
-        revived = len(set(attached[self.allocator.ref_counts[attached] == 0].tolist()))
+        self._check_room(ids, unbegun, start, tokens, after)
+        attached = [block for blocks in hits.values() for block in blocks]
+        revived = sum(self.allocator.ref_counts[block] == 0 for block in set(attached))
+        writers = ((start % self.block_size > 0) & (tokens > 0)).nonzero()[0]
+        tails = self.tables.last(rows[writers])
+        copies = self._must_copy(tails, attached)
         blocks = -(-after // self.block_size) - -(-start // self.block_size)
-        return _Growth(
-            ids, rows, start, tokens, hits, self._must_copy(rows, tokens, attached), blocks, revived
-        )
+        new = int(blocks.sum()) + np.count_nonzero(copies)
+        begun = [i for i in unbegun if tokens[i]]
+        return _Growth(ids, rows, start, tokens, hits, revived, begun, writers, tails, copies, blocks, new)
 
-    def _found(self, ids: Sequence[SeqId], lengths: np.ndarray) -> dict[int, list[int]]:
-        """The cached blocks that begin each prompt of which nothing is stored yet, by its place among `ids`."""
+    def _found(self, ids: Sequence[SeqId], unbegun: list[int]) -> dict[int, list[int]]:
+        """The cached blocks that begin the prompts of sequences without tokens, by their places among `ids`."""
         found = {}
-        for i in np.flatnonzero(lengths == 0).tolist() if self.prefix_cache else ():
+        for i in unbegun if self.prefix_cache else ():
             text = self._texts[ids[i]]
             at_most = (text.prompt_length - 1) // self.block_size  # the last token is computed in any case
-            if at_most > 0:
-                found[i] = self.prefix_index.find(text, self.block_size, at_most)
+            blocks = self.prefix_index.find(text, self.block_size, at_most)
+            if blocks:
+                found[i] = blocks
         return found
 
     def _counts(
@@ -521,81 +520,97 @@ class BlockManager(Observed):
                 num_tokens = [
                     lack if n is None and lack > 0 else n for n, lack in zip(num_tokens, lacking, strict=True)
                 ]
+        if type(num_tokens) is int and 0 <= num_tokens < MAX_SLOTS:  # the usual step
+            return np.full(len(ids), num_tokens)
         tokens = whole_numbers("num_tokens", num_tokens)
         if tokens.shape not in ((), (len(ids),)) or ((tokens < 0) | (tokens >= MAX_SLOTS)).any():
             raise ValueError(
                 f"num_tokens must be one number or {len(ids)}, each of 0 … 2**31 − 1, got {num_tokens!r}"
             )
-        return np.broadcast_to(tokens, len(ids))
+        return tokens if tokens.shape else np.full(len(ids), tokens)
 
-    def _check_room(self, ids, lengths, start, tokens, after) -> None:
+    def _check_room(self, ids, unbegun, start, tokens, after) -> None:
+        """ValueError for a sequence beyond max_length, or a first step beyond its prompt."""
         limit = self.tables.max_length
         if limit is not None and (after > limit).any():
             i = int(np.argmax(after > limit))
             raise ValueError(f"sequence {ids[i]!r} would hold {after[i]} tokens, max_length is {limit}")
-        for i in np.flatnonzero((lengths == 0) & (tokens > 0)).tolist():
+        for i in unbegun:
             prompt = self._texts[ids[i]].prompt_length
-            if 0 < prompt < after[i]:
+            if tokens[i] and 0 < prompt < after[i]:
                 raise ValueError(
                     f"sequence {ids[i]!r} has {start[i]} of its prompt's {prompt} tokens in the cache: "
                     f"num_tokens can be {prompt - start[i]} at most, got {tokens[i]}"
                 )
 
-    def _must_copy(self, rows: np.ndarray, tokens: np.ndarray, attached: np.ndarray) -> np.ndarray:
-        """Which rows write to a last block that others still own when their turn comes: bool [batch]."""
-        copies = np.zeros(len(rows), bool)
-        writers = np.flatnonzero((tokens > 0) & (self.tables.length(rows) % self.block_size > 0))
-        tails = self.tables.last(rows[writers])
+    def _must_copy(self, tails: np.ndarray, attached: list[int]) -> np.ndarray:
+        """Which writers find their last block owned by others too when their turn comes: bool [writers]."""
         owners = self.allocator.ref_counts[tails]
-        if attached.size:  # prompts of this very step may find a last block and own it too
-            gained = Counter(attached.tolist())
+        copies = np.zeros(len(tails), bool)
+        if attached:  # prompts of this very step may find a last block and own it too
+            gained = Counter(attached)
             owners = owners + [gained[tail] for tail in tails.tolist()]
         moved_away: dict[int, int] = {}
-        for i in np.flatnonzero(owners > 1).tolist():
+        for i in (owners > 1).nonzero()[0].tolist():
             gone = moved_away.get(int(tails[i]), 0)
-            copies[writers[i]] = owners[i] - gone > 1
+            copies[i] = owners[i] - gone > 1
             moved_away[int(tails[i])] = gone + 1
         return copies
 
     def _attach(self, plan: _Growth) -> np.ndarray:
         """Let new prompts own the cached blocks that they begin with; returns these: int32."""
         attached = np.array([block for blocks in plan.hits.values() for block in blocks], np.int32)
-        if attached.size:
-            self.allocator.share(attached)
+        if not attached.size:
+            return attached
+        self.allocator.share(attached)
         for i, blocks in plan.hits.items():
-            if blocks:
-                row, text, found = plan.rows[[i]], self._texts[plan.seq_ids[i]], len(blocks)
-                self.tables.append(row, np.array([found]), plan.start[[i]], np.array(blocks))
-                text.tip, text.committed = self.prefix_index.link(blocks[-1]), int(plan.start[i])
-        if self.prefix_cache:
-            begun = (plan.tokens > 0) & (plan.start == 0)
-            begun[list(plan.hits)] = True
-            prompts = [self._texts[plan.seq_ids[i]].prompt_length for i in np.flatnonzero(begun).tolist()]
-            queries = [prompt for prompt in prompts if prompt]
-            if queries:
-                self.prefix_stats.observe(len(queries), sum(queries), len(attached) * self.block_size)
+            row, text = plan.rows[[i]], self._texts[plan.seq_ids[i]]
+            self.tables.append(row, np.array([len(blocks)]), plan.start[[i]], np.array(blocks))
+            text.tip, text.committed = self.prefix_index.link(blocks[-1]), int(plan.start[i])
         return attached
+
+    def _count_prompts(self, plan: _Growth) -> None:
+        """Tell the statistics about prompts that begin with this step."""
+        lengths = [self._texts[plan.seq_ids[i]].prompt_length for i in plan.begun]
+        asked = [length for length in lengths if length]
+        if asked:
+            found = sum(map(len, plan.hits.values()))
+            self.prefix_stats.observe(len(asked), sum(asked), found * self.block_size)
 
     def _take(self, n: int) -> tuple[np.ndarray, np.ndarray]:
         """n free blocks with one owner each, and those of them whose cached text is lost by that: int32."""
         taken = self.allocator.allocate(n)
-        return taken, self.prefix_index.unseal(taken[self.prefix_index.sealed(taken)].tolist())
+        return taken, self.prefix_index.unseal(taken)
 
-    def _copy_tails(self, plan: _Growth, destinations: np.ndarray) -> np.ndarray:
-        """Give each writer of a shared last block one of its own; a sealed block that is written in place opens."""
-        rows = plan.rows[plan.copies]
-        sources = self.tables.last(rows)
+    def _copy_tails(self, plan: _Growth, taken: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Give each writer of a shared last block one of its own; a sealed block that is written in place opens.
+
+        Args: taken: for sequence after sequence, a block for its copy before its new blocks.
+        Returns: the copies, and the blocks that are not for them.
+        """
+        self.prefix_index.unseal(plan.tails[~plan.copies])
+        if not np.count_nonzero(plan.copies):
+            return np.zeros((0, 3), np.int32), taken
+        places, sources = plan.writers[plan.copies], plan.tails[plan.copies]
+        is_copy = np.zeros(len(taken), bool)
+        is_copy[(np.cumsum(plan.blocks) - plan.blocks)[places] + np.arange(len(places))] = True
+        rows, destinations = plan.rows[places], taken[is_copy]
         self.tables.replace(rows, self.tables.num_entries(rows) - 1, destinations)
         self.allocator.release(sources)
-        in_place = plan.rows[~plan.copies & (plan.tokens > 0) & (plan.start % self.block_size > 0)]
-        tails = self.tables.last(in_place)
-        self.prefix_index.unseal(tails[self.prefix_index.sealed(tails)].tolist())
-        filled = plan.start[plan.copies] % self.block_size
-        return np.column_stack([sources, destinations, filled]).astype(np.int32)
+        filled = plan.start[places] % self.block_size
+        return np.column_stack([sources, destinations, filled]).astype(np.int32), taken[~is_copy]
+
+    def _tell_growth(self, started, plan, new, copies, attached, evicted) -> None:
+        blocks = {"new": new, "copies": copies}
+        counts = {"tokens": int(plan.tokens.sum()), "free": self.num_free}
+        if self.prefix_cache:
+            blocks |= {"hits": attached, "evicted": evicted}
+            counts["hit_tokens"] = len(attached) * self.block_size
+        self._tell("extend", started, plan.seq_ids, blocks, **counts)
 
     def _release(self, blocks: np.ndarray) -> np.ndarray:
         """Give blocks back; those that can be found stay cached."""
-        return self.allocator.release(blocks, cached=self.prefix_index)
+        return self.allocator.release(blocks, cached=blocks[self.prefix_index.sealed(blocks)])
 
     # Texts
 
@@ -649,7 +664,7 @@ class BlockManager(Observed):
 
     def _new_ids(self, wanted: Iterable[SeqId | None]) -> list[SeqId]:
         """Ids to register: each unused, of the right type, and different; None becomes the next unused int."""
-        ids: list[SeqId] = []
+        ids: dict[SeqId, None] = {}  # a dict finds a repeated id faster than a list
         next_id = self._next_id
         for seq_id in wanted:
             if seq_id is None:
@@ -663,9 +678,9 @@ class BlockManager(Observed):
                 raise ValueError(f"a sequence id must be an int or a str, got {seq_id!r}")
             if seq_id in self.tables or seq_id in ids:
                 raise ValueError(f"sequence {seq_id!r} exists already")
-            ids.append(seq_id)
+            ids[seq_id] = None
         self._next_id = next_id
-        return ids
+        return list(ids)
 
 
 def _joined(arrays: Sequence[ArrayLike]) -> np.ndarray:
@@ -686,7 +701,11 @@ def _one_each(name: str, values, ids: Sequence[SeqId]) -> Sequence:
 def _token_rows(tokens, ids: Sequence[SeqId]) -> list[bytes]:
     """A row of tokens per sequence, as bytes; a bare number is a row of one."""
     tokens = _one_each("tokens", tokens, ids)
-    if all(np.ndim(row) == 0 for row in tokens):  # the usual step: one token each
-        flat = token_bytes("tokens", tokens)
+    try:
+        flat = np.asarray(tokens)
+    except ValueError:  # rows of different lengths
+        flat = np.zeros((1, 1))
+    if flat.ndim == 1:  # the usual step: one token each
+        flat = token_bytes("tokens", flat)
         return [flat[i : i + TOKEN.itemsize] for i in range(0, len(flat), TOKEN.itemsize)]
     return [token_bytes("tokens", np.atleast_1d(row)) for row in tokens]

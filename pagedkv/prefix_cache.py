@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -104,8 +104,6 @@ class Text:
     Only the last link is kept, the others hang on it. All parts are immutable, so a copy is cheap.
     """
 
-    __slots__ = ("committed", "digests", "prompt", "prompt_length", "rest", "root", "tip")
-
     def __init__(self, root: Link):
         self.root = self.tip = root  # tip: the last full committed block
         self.committed = 0  # tokens whose keys and values are written and final
@@ -118,8 +116,7 @@ class Text:
 
     def copy(self) -> "Text":
         text = Text.__new__(Text)
-        for name in Text.__slots__:
-            setattr(text, name, getattr(self, name))
+        text.__dict__.update(self.__dict__)
         return text
 
     def announce(self, tokens: bytes, block_size: int, *, hashed: bool) -> None:
@@ -296,17 +293,19 @@ class PrefixIndex:
             text.prompt = None
         return sealed
 
-    def unseal(self, blocks: Iterable[int]) -> np.ndarray:
-        """Let blocks be found no more, those that stood here; returns them: int32."""
-        gone = [block for block in blocks if block in self._links]
-        for block in gone:
+    def unseal(self, blocks: np.ndarray) -> np.ndarray:
+        """Let blocks be found no more; returns those that could be found before: int32."""
+        if not self._links:
+            return np.zeros(0, np.int32)
+        gone = blocks[self._sealed[blocks]].astype(np.int32)
+        for block in gone.tolist():
             digest = self._links.pop(block).digest
             equal = self._blocks[digest]
             del equal[block]
             if not equal:
                 del self._blocks[digest]
         self._sealed[gone] = False
-        return np.array(gone, np.int32)
+        return gone
 
     def clear(self) -> None:
         """Let no block be found."""

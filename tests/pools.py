@@ -106,9 +106,7 @@ def state_of(pool):
         "rows": (dict(tables._row_of), list(tables._vacant), tables._entries.tolist(), tables._changes),
         "next id": manager._next_id,
         "blocks": state_of(manager.allocator),
-        "texts": {
-            seq: [getattr(text, name) for name in text.__slots__] for seq, text in manager._texts.items()
-        },
+        "texts": {seq: dict(vars(text)) for seq, text in manager._texts.items()},
         "found": [(digest, list(blocks)) for digest, blocks in manager.prefix_index._blocks.items()],
         "stats": {**vars(manager.prefix_stats), "_recent": list(manager.prefix_stats._recent)},
     }
