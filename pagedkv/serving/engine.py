@@ -100,7 +100,9 @@ class Engine:
             row += len(chunk.seq_ids)
             if chunk.samples and chunk.request_id in self._choosers:
                 chooser = self._choosers[chunk.request_id]
-                tokens[chunk.request_id], parents[chunk.request_id] = chooser.choose(rows)
+                tokens[chunk.request_id], continued = chooser.choose(rows)
+                if continued is not None:
+                    parents[chunk.request_id] = continued
                 stop += chooser.stopped(tokens[chunk.request_id])
         return tokens, parents, stop
 

@@ -95,6 +95,9 @@ class SequenceGroup:
     texts: dict[SeqId, list[int]] = field(default_factory=dict)
     computed: int = 0
     written: int = 0
+    announced: int = (
+        0  # tokens that its first chunks may compute: those whose text is known (a trace's may not be)
+    )
     forked: bool = True  # does every living sequence exist in the cache?
     place: str = "waiting"  # "waiting", "running", "swapped", "done"
     hits: int = 0  # tokens found in the prefix cache when it was first admitted
@@ -140,7 +143,8 @@ class SequenceGroup:
         text = self.texts.get(seq_id, [])[max(start - n, 0) : max(stop - n, 0)]
         return np.concatenate([prompt[start:stop], np.array(text, np.int64)])
 
-    def hashes(self, block_size: int) -> list:
-        """The hashes of its full blocks, as far as they are given; of several texts, those of their prompt."""
-        full = self.request.num_tokens // block_size if self.request.width > 1 else None
-        return list(self.request.block_hashes or ())[:full]
+    def hashes(self, start: int, stop: int, block_size: int) -> list:
+        """The hashes of its full blocks start … stop − 1, as far as they are given and all its texts agree."""
+        if self.request.width > 1:
+            stop = min(stop, self.request.num_tokens // block_size)
+        return list((self.request.block_hashes or ())[start:stop])

@@ -213,8 +213,8 @@ class Scheduler(Observed):
         """
         self._check_current(step)
         whole_number("times", times, minimum=1)
-        if step.admitted or not all(chunk.decode for chunk in step.chunks):
-            return step
+        if step.admitted or step.preempted or not all(chunk.decode for chunk in step.chunks):
+            return step  # the next one may admit someone
         groups = [self._groups[chunk.request_id] for chunk in step.chunks]
         alike = min([times, *(group.request.max_new_tokens - group.written for group in groups)])
         extra = self._with_room(groups, alike - 1)
@@ -240,22 +240,18 @@ class Scheduler(Observed):
         Raises: ValueError for another step and for tokens that are missing or too many; nothing is changed.
         """
         self._check_current(step)
-        self._check_tokens(step, tokens)
+        finished, stop = [], set(stop)
+        if tokens is not None or parents is not None or stop:
+            self._check_choices(step, tokens, parents, stop)
         self._step = None
         self._commit(step)
-        finished = []
+        self._leave_aborted()
         for chunk in step.chunks:
-            group = self._groups[chunk.request_id]
-            if chunk.request_id in self._aborted:
-                self._leave(group)
-                continue
-            self._write(group, chunk, step.repeat, tokens, parents)
-            self._end(group, set(stop).intersection(group.seq_ids))
-            if group.place == "done":
-                finished.append(group)
-        for request_id in self._aborted & self._groups.keys():  # ran, but had no chunk in this step
-            self._leave(self._groups[request_id])
-        self._aborted.clear()
+            group = self._groups.get(chunk.request_id)
+            if group is not None:
+                self._write(group, chunk, step.repeat, tokens, parents)
+                if self._end(group, stop):
+                    finished.append(group)
         return finished
 
     def cancel(self, step: Step) -> None:
@@ -270,9 +266,7 @@ class Scheduler(Observed):
                 self.pool.truncate(seq_id, chunk.start)
             group.computed = chunk.start
         self._step = None
-        for request_id in self._aborted:
-            self._leave(self._groups[request_id])
-        self._aborted.clear()
+        self._leave_aborted()
 
     def tokens(self, chunk: Chunk) -> np.ndarray:
         """The tokens that a chunk computes, sequence after sequence: int64 [num_tokens of all of them]."""
@@ -336,12 +330,14 @@ class Scheduler(Observed):
     def _begin(self, group: SequenceGroup, budget: int) -> tuple[int, Reservation] | None:
         """Admit a group that has nothing in the pool. Its whole prompt must fit, though a chunk is computed."""
         started = self._clock()
-        (seq_id,) = group.active
+        (seq_id,), size = group.active, self.pool.block_size
         if not self._is_registered(seq_id):
             self._register(group)
         hit = self.pool.match(seq_id)
-        n = min(group.pending - hit, self.chunk, budget)
-        if not self._has_room(self.pool.blocks_needed(seq_id, group.pending - hit)):
+        n = min(group.announced - hit, self.chunk, budget)
+        needed = self.pool.blocks_needed(seq_id, group.announced - hit)
+        needed += -(-group.known // size) - -(-group.announced // size)
+        if not self._has_room(needed):
             return None
         reservation = self.pool.extend(seq_id, n)
         group.computed = hit + n
@@ -411,14 +407,14 @@ class Scheduler(Observed):
 
     def _chunk(self, group: SequenceGroup, n: int) -> Chunk:
         """The part of a group that has just been extended by `n` tokens."""
-        start = group.computed - n
+        start, done, ready = group.computed - n, group.pending == 0, group.forked or group.written == 0
         return Chunk(
             group.request.id,
             tuple(group.active),
             start,
             n,
-            decode=group.written > 0 and group.forked and n == 1 and group.pending == 0,
-            samples=group.pending == 0 and (group.forked or group.written == 0),
+            decode=done and n == 1 and group.written > 0 and group.forked,
+            samples=done and ready,
             recomputed=max(0, min(group.computed, group.lost) - start),
         )
 
@@ -440,19 +436,27 @@ class Scheduler(Observed):
                 group.texts.setdefault(seq_id, []).append(int(token))
         group.written += repeat
 
-    def _end(self, group: SequenceGroup, stopped: set[SeqId]) -> None:
-        """Free the sequences of a group that have ended; the group leaves with the last of them."""
-        if group.written == group.request.max_new_tokens or stopped.issuperset(group.seq_ids):
+    def _end(self, group: SequenceGroup, stop: set[SeqId]) -> bool:
+        """Free the sequences of a group that end here; with the last of them it has finished."""
+        if group.written == group.request.max_new_tokens or stop.issuperset(group.seq_ids):
             self._finish(group)
-        elif stopped:
-            self.pool.free([seq_id for seq_id in group.seq_ids if seq_id in stopped])
-            group.seq_ids = [seq_id for seq_id in group.seq_ids if seq_id not in stopped]
+            return True
+        stopped = [seq_id for seq_id in group.seq_ids if seq_id in stop]
+        if stopped:
+            self.pool.free(stopped)
+            group.seq_ids = [seq_id for seq_id in group.seq_ids if seq_id not in stop]
+        return False
 
     def _finish(self, group: SequenceGroup) -> None:
         started = self._clock()
         self._leave(group)
         names = {"written": group.written, "preemptions": group.preemptions, "free": self.pool.num_free}
         self._tell("finish", started, (group.request.id,), **names)
+
+    def _leave_aborted(self) -> None:
+        for request_id in self._aborted:
+            self._leave(self._groups[request_id])
+        self._aborted.clear()
 
     def _leave(self, group: SequenceGroup) -> None:
         """Free whatever a group holds, wherever it is, and forget it."""
@@ -473,19 +477,20 @@ class Scheduler(Observed):
         """Let the blocks that a step has filled be found by other prompts."""
         if not self._manager.prefix_cache:
             return
-        tokens, hashes, size = {}, {}, self.pool.block_size
+        announced, tokens, hashes, size = [], {}, {}, self.pool.block_size
         for chunk in step.chunks:
             group = self._groups[chunk.request_id]
             start, stop = chunk.start, group.computed
             if group.request.prompt is not None:
                 tokens |= {seq_id: group.tokens(seq_id, start, stop) for seq_id in chunk.seq_ids}
-            elif filled := group.hashes(size)[start // size : stop // size]:
-                hashes |= dict.fromkeys(chunk.seq_ids, filled)
+            elif not chunk.decode:
+                announced += chunk.seq_ids
+            elif filled := group.hashes(start // size, stop // size, size):
+                hashes[chunk.seq_ids[0]] = filled
         tokens = {seq_id: row for seq_id, row in tokens.items() if len(row)}
-        if tokens:
-            self.pool.commit([*tokens], [*tokens.values()])
-        if hashes:
-            self.pool.commit([*hashes], block_hashes=[*hashes.values()])
+        self.pool.commit(announced)
+        self.pool.commit([*tokens], [*tokens.values()])
+        self.pool.commit([*hashes], block_hashes=[*hashes.values()])
 
     # The pool
 
@@ -497,12 +502,15 @@ class Scheduler(Observed):
         """Announce what a group is going to compute first, so that its beginning can be found in the cache."""
         (seq_id,), request, size = group.active, group.request, self.pool.block_size
         apart = {"cache_salt": request.cache_salt, "adapter": request.adapter}
+        group.announced = group.known
         if request.prompt is not None:
-            self.pool.add(seq_id, tokens=group.tokens(seq_id, 0, group.known), **apart)
+            tokens = group.tokens(seq_id, 0, group.known)
+            group.announced = len(tokens)
+            self.pool.add(seq_id, tokens=tokens, **apart)
         elif request.block_hashes is not None:
-            hashes = group.hashes(size)[: group.known // size]
-            length = min(group.known, len(hashes) * size + size - 1)  # as far as it is known what it says
-            self.pool.add(seq_id, block_hashes=hashes, num_tokens=length, **apart)
+            hashes = group.hashes(0, group.known // size, size)
+            group.announced = min(group.known, len(hashes) * size + size - 1)
+            self.pool.add(seq_id, block_hashes=hashes, num_tokens=group.announced, **apart)
         else:
             self.pool.add(seq_id)
 
@@ -536,14 +544,27 @@ class Scheduler(Observed):
         if step is None or step is not self._step:
             raise ValueError("this is not the step that was scheduled last, or it has been advanced")
 
-    def _check_tokens(self, step: Step, tokens: Mapping[SeqId, Sequence[int]] | None) -> None:
-        if tokens is None:
-            return
-        for chunk in step.chunks:
-            wanted = len(self._groups[chunk.request_id].seq_ids) if chunk.samples else 0
-            given = len(tokens.get(chunk.request_id, ()))
-            if given != wanted and chunk.request_id not in self._aborted:
-                raise ValueError(f"request {chunk.request_id!r} needs {wanted} tokens, got {given}")
+    def _check_choices(self, step: Step, tokens, parents, stop: set[SeqId]) -> None:
+        """What `advance` is told must speak of the sequences of this step, and of all that chose a token."""
+        living = {
+            chunk.request_id: self._groups[chunk.request_id].seq_ids if chunk.samples else []
+            for chunk in step.chunks
+            if chunk.request_id not in self._aborted
+        }
+        for name, given in (("tokens", tokens), ("parents", parents)):
+            for request_id in (given or {}).keys() - living.keys() - self._aborted:
+                raise ValueError(f"{name} for request {request_id!r}, which has no part in this step")
+        for request_id, ids in living.items():
+            chosen = ids if tokens is None else tokens.get(request_id, ())
+            if len(chosen) != len(ids):
+                raise ValueError(f"request {request_id!r} needs {len(ids)} tokens, got {len(chosen)}")
+            rows = (parents or {}).get(request_id)
+            if rows is not None and (len(rows) != len(ids) or not {*rows} <= {*range(len(ids))}):
+                raise ValueError(
+                    f"request {request_id!r} needs a row of its {len(ids)} for each, got {rows!r}"
+                )
+        for seq_id in stop.difference(*living.values()):
+            raise ValueError(f"sequence {seq_id!r} chose no token in this step, so it cannot stop with it")
 
 
 def _flat(shares: Mapping[SequenceGroup, int]) -> tuple[list[SeqId], list[int]]:

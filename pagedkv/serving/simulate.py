@@ -139,7 +139,7 @@ class Simulation:
             if self.scheduler.unfinished:
                 self._step()
             elif self._next is not None:
-                self._wait(self._next.arrival - self.now)
+                self._wait(self._next.arrival - self.now, self._used)
                 self.now = self._next.arrival
             else:
                 return self._result()
@@ -156,11 +156,10 @@ class Simulation:
 
     def _step(self) -> None:
         step = self.scheduler.schedule()
-        seconds = self.step_time(step)
+        seconds, used = self.step_time(step), self._used
         until = math.inf if self._next is None else (self._next.arrival - self.now) / seconds
         step = self.scheduler.repeat(step, max(1, math.ceil(min(until, 2**31))))
-        self._wait(seconds * step.repeat)
-        self.now += seconds * step.repeat
+        self._wait(seconds * step.repeat, (used + self._used) / 2)
         for chunk in step.chunks:
             if chunk.samples and not chunk.decode:
                 self._first.setdefault(chunk.request_id, self.now)
@@ -173,10 +172,13 @@ class Simulation:
         counts["decode_tokens"] += step.decode_tokens * step.repeat
         counts["recomputed_tokens"] += step.recomputed_tokens
 
-    def _wait(self, seconds: float) -> None:
-        scheduler, manager = self.scheduler, self.manager
-        used = manager.num_blocks - manager.num_free
-        self.series.add(seconds, len(scheduler.running), len(scheduler.waiting), used)
+    @property
+    def _used(self) -> int:
+        return self.manager.num_blocks - self.manager.num_free
+
+    def _wait(self, seconds: float, used: float) -> None:
+        self.now += seconds
+        self.series.add(seconds, len(self.scheduler.running), len(self.scheduler.waiting), used)
 
     def _finished(self, group: SequenceGroup) -> None:
         request, first = group.request, self._first.pop(group.request.id)

@@ -48,7 +48,7 @@ def speeches(model, n, seed=7):
         elif i % 8 == 7:
             options |= {"num_samples": 2, "stop": int(model.tokenizer.encode("e")[0])}
         tokens = model.tokenizer.encode(prompt)
-        requests.append(Request(f"r{i}", tokens, int(random.integers(1, 25)), **options))
+        requests.append(Request(f"r{i}", tokens, int(random.integers(1, 15)), **options))
     return requests
 
 

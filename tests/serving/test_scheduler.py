@@ -1,7 +1,7 @@
 """The scheduler by hand: small pools, every step written out. Tokens do not matter here, so none are given."""
 
 import pytest
-from pools import check_invariants, refs
+from pools import check_invariants, refs, state_of, table
 
 from pagedkv import BlockManager, PoolExhausted
 from pagedkv.serving import Request, Scheduler
@@ -265,6 +265,33 @@ def test_a_step_is_advanced_once_and_before_the_next_is_scheduled():
             call(step)
 
 
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"tokens": {"a": [1]}}, "request 'g' needs 2 tokens, got 0"),
+        ({"tokens": {"a": [1], "g": [1, 2, 3]}}, "request 'g' needs 2 tokens, got 3"),
+        ({"tokens": {"a": [1], "g": [1, 2], "b": [1]}}, "tokens for request 'b', which has no part"),
+        ({"parents": {"b": [0]}}, "parents for request 'b', which has no part"),
+        ({"parents": {"g": [0]}}, r"request 'g' needs a row of its 2 for each, got \[0\]"),
+        ({"parents": {"g": [0, 2]}}, "request 'g' needs a row of its 2 for each"),
+        ({"stop": ["g"]}, "sequence 'g' chose no token in this step"),
+        ({"stop": ["long"]}, "sequence 'long' chose no token in this step"),
+    ],
+)
+def test_choices_that_do_not_fit_the_step_change_nothing(wrong, message):
+    server = Server(20, token_budget=10)
+    server.add("a", 4)
+    server.add("g", 4, beam_width=2)
+    server.add("long", 4)
+    step = server.scheduler.schedule()
+    before = state_of(server.manager), [vars(group).copy() for group in server.scheduler.running]
+    with pytest.raises(ValueError, match=message):
+        server.scheduler.advance(step, **wrong)
+    assert before == (state_of(server.manager), [vars(group) for group in server.scheduler.running])
+    server.scheduler.advance(step, {"a": [1], "g": [1, 2]}, stop=["a"])
+    assert server.names("running") == ["g", "long"]
+
+
 def test_blocks_in_other_hands_are_a_refusal_that_changes_nothing():
     server = Server(4)
     server.manager.add("theirs")
@@ -501,7 +528,88 @@ def test_a_step_with_a_prompt_is_not_repeated():
     assert server.scheduler.repeat(step, 10) is step
 
 
-# --- the story
+# --- the story: the wall of lesson 04, resolved
+
+NIGHT = [ord(letter) for letter in "Good night"]
+
+
+def said(names, letters):
+    """The tokens that requests chose, a letter each."""
+    return {name: [ord(letter)] for name, letter in zip(names, letters, strict=True)}
+
+
+def at_the_wall():
+    """a, b, c, d share the full blocks of Good night, each has its own third, and position 12 is next."""
+    server = Server(8, prefix_cache=True)
+    server.scheduler.add(Request("earlier", NIGHT, 1))
+    server.step(tokens={"earlier": [ord("!")]})  # its blocks stay cached
+    for name in "abcd":
+        server.scheduler.add(Request(name, NIGHT, 8))
+    for letters in (",!.;", "    ", "nnnn"):
+        step, _ = server.step(tokens=said("abcd", letters))
+    assert len(step.chunks) == 4 and server.manager.lengths([*"abcd"]).tolist() == [12] * 4
+    return server
+
+
+def test_at_the_wall_d_gives_way_and_one_of_its_three_blocks_becomes_free():
+    server = at_the_wall()
+    assert (server.manager.num_free, server.manager.blocks_needed([*"abcd"])) == (2, 4)
+    assert (len(table(server.manager, "d")), server.manager.blocks_needed([*"abc"])) == (3, 3)
+    step, _ = server.step(tokens=said("abc", "ooo"))
+    assert (step.preempted, work(step)) == (("d",), dict.fromkeys("abc", (12, 1)))
+    assert server.told("preempt")[0].counts["freed"] == 1
+    assert server.manager.num_free == 0
+
+
+def test_at_the_next_wall_c_gives_way():
+    server = at_the_wall()
+    for _ in range(4):
+        server.step(tokens=said("abc", "ooo"))
+    assert (server.manager.blocks_needed([*"abc"]), server.manager.num_free) == (3, 0)
+    assert server.manager.blocks_needed([*"ab"]) == 2
+    step, finished = server.step(tokens=said("ab", "oo"))
+    assert (step.preempted, finished) == (("c",), ["a", "b"])
+    assert server.told("preempt")[1].counts["freed"] == 2
+
+
+def test_d_recomputes_four_of_its_twelve_tokens_with_prefix_reuse():
+    server = at_the_wall()
+    for names in ["abc"] * 4 + ["ab"]:
+        server.step(tokens=said(names, names))
+    assert server.names("waiting") == ["c", "d"]
+    step = server.scheduler.schedule()
+    assert work(step) == {"c": (8, 9), "d": (8, 5)}  # what they had, and the token that they had chosen
+    assert [chunk.recomputed for chunk in step.chunks] == [8, 4]
+
+
+def test_d_recomputes_all_twelve_without():
+    server = Server(7)
+    server.scheduler.add(Request("a", NIGHT, 4))
+    server.scheduler.add(Request("d", NIGHT, 4))
+    for letters in (",;", "  ", "nn"):
+        server.step(tokens=said("ad", letters))
+    assert server.manager.lengths([*"ad"]).tolist() == [12, 12]
+    assert server.step()[0].preempted == ("d",)
+    step, _ = server.step(tokens=said("d", "o"))
+    assert work(step) == {"d": (0, 13)}
+    assert step.recomputed_tokens == 12
+
+
+def test_what_is_not_known_of_a_text_is_computed_behind_what_is():
+    """A simulation knows a prompt, not the answer: the answer finds nothing in the cache, but has its place."""
+    server = Server(8, prefix_cache=True)
+    server.scheduler.add(Request("a", num_tokens=10, block_hashes=[1, 2], max_new_tokens=9))
+    server.scheduler.add(Request("d", num_tokens=10, block_hashes=[3, 4], max_new_tokens=9))
+    server.steps(3)
+    while not server.step()[0].preempted:
+        pass
+    while not (step := server.step()[0]).admitted:
+        pass
+    assert work(step) == {"d": (8, 3)}  # of the 11 that are known by their hashes 8 were found
+    assert work(server.step()[0]) == {"d": (11, 6)}
+
+
+# --- events
 
 
 def test_the_events_of_one_request():
