@@ -64,7 +64,7 @@ def sixty_four(model):
 def test_64_requests_through_a_pool_far_too_small(model, sixty_four, preemption, prefix_cache):
     requests, expected = sixty_four
     events = []
-    cache = model.new_cache(40, 4, poison=True, prefix_cache=prefix_cache)
+    cache = model.new_cache(34, 4, poison=True, prefix_cache=prefix_cache)
     host = model.new_cache(30, 4, poison=True) if preemption == "swap" else None
     options = {"watermark": 0.0, "token_budget": 48, "preemption": preemption, "host": host}
     engine = Engine(model, cache, observers=[events.append], **options)
