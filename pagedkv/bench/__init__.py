@@ -11,8 +11,8 @@
     charts.block_sizes(points)                                                      # a matplotlib Figure
 
 Anything else is measured with `interleave([Variant(name, call), …])` and compared with `ratio`. The modules, in
-reading order: shapes, peers, measure, compare, sweeps, bookkeeping, model, goals, report, charts. Needs the
-extra `bench` (or `course`).
+reading order: shapes, peers, measure, compare, sweeps, bookkeeping, model, suite, goals, report, charts. Needs
+the extra `bench` (or `course`).
 """
 
 from .compare import Row, compare

@@ -155,6 +155,7 @@ def machine() -> dict[str, object]:
     return {
         "processor": _processor(),
         "cores": os.cpu_count(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # others' work spoils figures
         "system": platform.platform(),
         "python": platform.python_version(),
         "numpy": np.__version__,

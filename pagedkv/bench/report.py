@@ -75,8 +75,9 @@ TITLES = {
 
 def machine_line(results: dict) -> str:
     m, read = results["machine"], results["read_bandwidth"]
+    busy = "" if m["load"] is None else f" (load {m['load']:.1f} at the start)"
     return (
-        f"{m['processor']}, {m['cores']} cores; one reads {read / 1e9:.1f} GB/s. {m['system']}, "
+        f"{m['processor']}, {m['cores']} cores{busy}; one reads {read / 1e9:.1f} GB/s. {m['system']}, "
         f"Python {m['python']}, NumPy {m['numpy']}, {m['blas']} with its kernel for {m['blas_kernel']}. "
         "Times are medians, in brackets the 20th and 80th percentile."
     )

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from pagedkv import cli
-from pagedkv.bench import PEERS, SHAPES, Shape, bookkeeping, goals, peers, vllm_peer
+from pagedkv.bench import PEERS, SHAPES, Shape, bookkeeping, goals, peers, suite, vllm_peer
 from pagedkv.cli import bench
 
 SMALL = ["--peers", "numpy-padded", "--dtypes", "float32", "--seconds", "0.001", "--threads", "1"]
@@ -18,7 +18,7 @@ def tiny(monkeypatch):
     """One shape that takes no time, under a name that goals speak of; and a memory that was measured."""
     for name in SHAPES:
         monkeypatch.setitem(SHAPES, name, Shape(name, (5, 17), 4, 2, 8))
-    monkeypatch.setattr("pagedkv.bench.read_bandwidth", lambda **_: 1e10)
+    monkeypatch.setattr(suite, "read_bandwidth", lambda **_: 1e10)
     monkeypatch.setattr(bench, "QUICK", 64)
     rows = bookkeeping.rows
     monkeypatch.setattr(bookkeeping, "rows", lambda rounds: rows(1))
