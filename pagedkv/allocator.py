@@ -104,6 +104,7 @@ class BlockAllocator(Observed):
         super().__init__(observers)
         self.num_blocks = whole_number("num_blocks", num_blocks, minimum=1)
         self._owners = np.zeros(self.num_blocks, np.int32)  # [num_blocks]
+        self._tally = np.zeros(self.num_blocks, np.int32)  # all zero between calls
         self._free = np.arange(self.num_blocks, dtype=np.int32)[::-1].copy()  # a stack: the front is its top
         self._num_plain = self.num_blocks  # so much of it is in use
         self._cached: OrderedDict[int, None] = OrderedDict()  # behind them, the front first
@@ -198,16 +199,15 @@ class BlockAllocator(Observed):
         """
         started = self._clock()
         blocks = whole_numbers_below("block", blocks, self.num_blocks)
-        before = self._owners[blocks]
-        np.subtract.at(self._owners, blocks, np.int32(1))
-        left = self._owners[blocks]
-        if (left < 0).any():
-            np.add.at(self._owners, blocks, np.int32(1))  # nothing has happened
-            block, asked = blocks[left < 0][0], np.count_nonzero(blocks == blocks[left < 0][0])
+        times = self._times_named(blocks)  # [n]
+        short = self._owners[blocks] < times
+        if short.any():
+            block, asked = blocks[short][0], times[short][0]
             raise ValueError(f"block {block} has {self._owners[block]} owners, cannot release {asked}")
-        ended = left == 0
+        np.subtract.at(self._owners, blocks, np.int32(1))
+        ended = self._owners[blocks] == 0
         freed = blocks[ended].astype(np.int32)
-        if (before[ended] > 1).any():  # named several times, a block becomes free at its *last* release
+        if (times[ended] > 1).any():  # a block that is named several times becomes free at the *last* of them
             freed = np.array([*dict.fromkeys(freed[::-1].tolist())][::-1], np.int32)
         self._queue_up(freed, cached)
         if self.observers:
@@ -222,6 +222,13 @@ class BlockAllocator(Observed):
         self._free[: len(order)], self._num_plain = order, len(order)
         self._cached.clear()
         self._tell("forget_cached", started, blocks={"evicted": forgotten}, free=self.num_free)
+
+    def _times_named(self, blocks: np.ndarray) -> np.ndarray:
+        """How often each of the blocks is named among them: int32 [n]."""
+        np.add.at(self._tally, blocks, np.int32(1))
+        times = self._tally[blocks]
+        self._tally[blocks] = 0
+        return times
 
     def _queue_up(self, freed: np.ndarray, cached: ArrayLike) -> None:
         """Put blocks that became free, in this order, where they belong in the queue."""

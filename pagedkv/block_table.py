@@ -132,11 +132,8 @@ class BlockTables:
     def slots(self, rows: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> np.ndarray:
         """Slots of positions start … start + count − 1 of each row, row after row: int32 [sum of counts]."""
         place, positions = ragged(starts, counts)
-        entries = positions // self.block_size
-        blocks = (
-            self._entries[rows[place], entries] - entries
-        )  # a slot is block * size + position − entry * size
-        return (blocks * self.block_size + positions).astype(np.int32)
+        blocks = self._entries[rows[place], positions // self.block_size]
+        return (blocks * self.block_size + positions % self.block_size).astype(np.int32)
 
     # Changing
 
