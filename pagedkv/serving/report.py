@@ -61,7 +61,6 @@ def about_the_trace(found: Findings) -> str:
 
 
 def about_hits(hits: list[Hits]) -> str:
-    unit = "tokens of the prompts" if hits[0].count == "tokens" else "blocks of the prompts"
     how = {"manager": "through the block manager", "lru": "in a plain LRU list, head first"}[hits[0].policy]
     rows = [
         (
@@ -75,7 +74,7 @@ def about_hits(hits: list[Hits]) -> str:
         for r in hits
     ]
     head = ("block size", "blocks", "tokens", "found", "too long", "µs per block")
-    return f"Found in the prefix cache, {how}, share of the {unit}:\n" + table(head, rows)
+    return f"Found in the prefix cache, {how}, share of the {_unit(hits)}:\n" + table(head, rows)
 
 
 def microseconds(hits: Hits) -> str:
@@ -145,7 +144,7 @@ def answer(found: Findings) -> str:
     if found.hits:
         lines.append(answer_of_hits(found.hits))
     if found.served:
-        lines.append(answer_of_time(found.served, found.traffic))
+        lines.append(answer_of_time(found.served))
     lines.append(answer_of_size(found))
     return "\n- ".join(lines)
 
@@ -155,8 +154,7 @@ def answer_of_hits(hits: list[Hits]) -> str:
     if not best:
         return "No pool that was tried finds anything again: prefix caching would not help here."
     enough = replays.enough_for_hits(hits)
-    largest = enough.num_blocks == max(r.num_blocks for r in hits if r.block_size == enough.block_size)
-    more = " It is the largest that was tried, so try larger ones." if largest and len(hits) > 1 else ""
+    more = " None that was tried is larger: try larger ones." if _is_largest(enough, hits) else ""
     return (
         f"To remember prompts, {enough.num_blocks:,} blocks of {enough.block_size} "
         f"({replays.capacity(enough):,} tokens) are enough: they find {enough.rate:.1%}, and no pool "
@@ -164,7 +162,7 @@ def answer_of_hits(hits: list[Hits]) -> str:
     )
 
 
-def answer_of_time(served: list[Served], traffic: Traffic) -> str:
+def answer_of_time(served: list[Served]) -> str:
     enough = replays.enough_for_serving(served)
     best = min(served, key=lambda r: r.ttft[0])
     lost = f" {enough.too_long:,} requests are longer than any pool tried." if enough.too_long else ""
@@ -174,7 +172,10 @@ def answer_of_time(served: list[Served], traffic: Traffic) -> str:
         f"{enough.ttft[0]:,.2f} s on average, in the best pool tried after {best.ttft[0]:,.2f} s; "
         f"{enough.preempted:,} of {enough.finished:,} requests are preempted.{lost}"
     )
-    if enough.waiting > enough.running:
+    sentence += f" At most {enough.most_used:,.0f} blocks were in use."
+    if _is_largest(enough, served) and (enough.preempted or enough.waiting > 1):
+        sentence += " None that was tried is larger: try larger ones."
+    elif enough.waiting > enough.running:
         sentence += (
             f" Even so {enough.waiting:,.0f} requests wait while {enough.running:,.0f} run: more blocks do not help, "
             "steps are too slow for this traffic."
@@ -255,31 +256,21 @@ def charts(found: Findings) -> dict:
 
 
 def chart_of_hits(hits: list[Hits]):
-    figure, axes = _axes("tokens that the pool holds", "found in the cache, %")
-    for colour, (size, results) in zip(COLOURS, _by_size(hits), strict=False):
-        capacity, found = [r.num_blocks * size for r in results], [100 * r.rate for r in results]
-        axes.plot(capacity, found, "o-", color=colour)
-        axes.annotate(f" blocks of {size}", (capacity[-1], found[-1]), color=colour, va="center")
     enough = replays.enough_for_hits(hits)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_title(
-        f"{replays.capacity(enough):,} tokens of pool find nearly all that can be found", loc="left"
-    )
-    return figure
+    title = f"A pool of {replays.capacity(enough):,} tokens finds {enough.rate:.0%} of the {_unit(hits)}"
+    if not _is_largest(enough, hits):
+        title += ", larger ones hardly more"
+    points = [(r.block_size, replays.capacity(r), 100 * r.rate) for r in hits]
+    return _lines_by_size(points, "found in the cache, %", title)
 
 
 def chart_of_waiting(served: list[Served]):
-    figure, axes = _axes("tokens that the pool holds", "seconds to the first token, mean")
-    for colour, (size, results) in zip(COLOURS, _by_size(served), strict=False):
-        capacity, seconds = [r.num_blocks * size for r in results], [r.ttft[0] for r in results]
-        axes.plot(capacity, seconds, "o-", color=colour)
-        axes.annotate(f" blocks of {size}", (capacity[-1], seconds[-1]), color=colour, va="center")
     enough = replays.enough_for_serving(served)
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    axes.set_title(f"Beyond {replays.capacity(enough):,} tokens of pool nobody waits much less", loc="left")
-    return figure
+    title = f"With {replays.capacity(enough):,} tokens of pool the first token comes after {enough.ttft[0]:,.1f} s"
+    if not _is_largest(enough, served):
+        title += ", with more hardly sooner"
+    points = [(r.block_size, replays.capacity(r), r.ttft[0]) for r in served]
+    return _lines_by_size(points, "seconds to the first token, mean", title)
 
 
 def chart_of_pool(served: Served):
@@ -299,14 +290,16 @@ def chart_of_cost(hits: list[Hits]):
     figure, axes = _axes("part of the trace, %", "µs per block of a prompt")
     results = [r for r in hits if r.block_size == hits[0].block_size]
     ends = results[:1] + results[1:][-1:]  # the smallest pool and the largest
-    for colour, result in zip(COLOURS, ends, strict=False):
+    for colour, result, side in zip(COLOURS, ends, ("bottom", "top"), strict=False):
         costs = result.microseconds_per_block
         tenths = [costs[i * len(costs) // 10 : (i + 1) * len(costs) // 10] for i in range(10)]
         points = [(10 * i + 5, sum(part) / len(part)) for i, part in enumerate(tenths) if part]
         axes.plot(*zip(*points, strict=True), "o-", color=colour)
-        axes.annotate(f" {result.num_blocks:,} blocks", points[-1], color=colour, va="bottom")
+        axes.annotate(f" {result.num_blocks:,} blocks", points[-1], color=colour, va=side)
     axes.set_ylim(bottom=0)
-    axes.set_title("A block costs the same at the end of the trace as at its start", loc="left")
+    axes.set_title(
+        f"A block costs {microseconds(results[-1])} µs from the trace's start to its end", loc="left"
+    )
     return figure
 
 
@@ -334,6 +327,25 @@ def _axes(across: str, up: str):
     return figure, axes
 
 
-def _by_size(results: list) -> list[tuple[int, list]]:
-    sizes = dict.fromkeys(result.block_size for result in results)
-    return [(size, [r for r in results if r.block_size == size]) for size in sizes]
+def _lines_by_size(points: list[tuple[int, float, float]], up: str, title: str):
+    """A line for each block size; points are block size, tokens of the pool, and what is found there."""
+    figure, axes = _axes("tokens that the pool holds", up)
+    sizes = dict.fromkeys(size for size, _, _ in points)
+    for i, size in enumerate(sizes):
+        line = [(across, value) for other, across, value in points if other == size]
+        colour = COLOURS[i % len(COLOURS)]
+        axes.plot(*zip(*line, strict=True), "o", ls=("-", "--", ":")[i % 3], color=colour)
+        axes.annotate(f"blocks of {size}", line[-1], (6, 8), textcoords="offset points", color=colour)
+    axes.set_xscale("log", base=2)
+    axes.margins(y=0.12)
+    axes.set_ylim(bottom=0)
+    axes.set_title(title, loc="left", fontsize=11)
+    return figure
+
+
+def _is_largest(chosen: Hits | Served, results: list) -> bool:
+    return replays.capacity(chosen) == max(map(replays.capacity, results))
+
+
+def _unit(hits: list[Hits]) -> str:
+    return f"prompts' {'tokens' if hits[0].count == 'tokens' else 'blocks'}"
