@@ -2,8 +2,9 @@
 
 from .engine import Engine
 from .request import Request, SequenceGroup
-from .scheduler import Chunk, Scheduler, Step
+from .scheduler import Scheduler
 from .simulate import Result, StepTime, simulate
+from .step import Chunk, Step
 
 __all__ = [
     "Request",

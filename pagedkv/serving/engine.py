@@ -10,7 +10,8 @@ from ..cache import PagedKVCache
 from ..lm.generate import Beams, best, checked_prompt, draw
 from ..lm.model import Llama
 from .request import Request, SequenceGroup
-from .scheduler import Scheduler, Step
+from .scheduler import Scheduler
+from .step import Step
 
 
 class Engine:

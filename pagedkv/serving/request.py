@@ -90,8 +90,8 @@ class SequenceGroup:
     """
 
     request: Request
-    names: tuple[SeqId, ...] = ()  # of all its sequences
-    seq_ids: list[SeqId] = field(default_factory=list)  # the living ones, forked or not
+    names: tuple[SeqId, ...] = field(init=False)  # of all its sequences
+    seq_ids: list[SeqId] = field(init=False)  # the living ones, forked or not
     texts: dict[SeqId, list[int]] = field(default_factory=dict)
     computed: int = 0
     written: int = 0

@@ -2,9 +2,7 @@
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import NamedTuple
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,54 +11,9 @@ from ..block_table import NOTHING, SeqId
 from ..cache import PagedKVCache
 from ..manager import BlockManager, Reservation
 from .request import Request, SequenceGroup
+from .step import Chunk, Step
 
 PREEMPTIONS = ("recompute", "swap")
-
-
-class Chunk(NamedTuple):
-    """One request's part of a step: the next tokens of each of its active sequences."""
-
-    request_id: SeqId
-    seq_ids: tuple[SeqId, ...]
-    start: int  # position of the first token, the same in each sequence
-    num_tokens: int  # per sequence
-    decode: bool  # one token, chosen in the step before; otherwise a piece of a prompt
-    samples: bool  # the last token's logits choose the next
-    recomputed: int  # tokens per sequence that had been computed before a preemption
-
-
-@dataclass(frozen=True)
-class Step:
-    """What one run of the model computes. Its blocks are reserved; `advance` says that it was run."""
-
-    chunks: tuple[Chunk, ...]
-    reservations: tuple[Reservation, ...]
-    admitted: tuple[SeqId, ...]  # requests that began or went on after a preemption
-    preempted: tuple[SeqId, ...]
-    repeat: int = 1  # decode steps in a row, all alike: see Scheduler.repeat
-
-    @cached_property
-    def prefill_tokens(self) -> int:
-        """Tokens of prompts, and of texts that are computed again."""
-        return sum(len(chunk.seq_ids) * chunk.num_tokens for chunk in self.chunks if not chunk.decode)
-
-    @cached_property
-    def decode_tokens(self) -> int:
-        """Tokens that were chosen in the step before; in each of its repeats."""
-        return sum(len(chunk.seq_ids) for chunk in self.chunks if chunk.decode)
-
-    @cached_property
-    def recomputed_tokens(self) -> int:
-        """Tokens that a preemption made necessary once more."""
-        return sum(len(chunk.seq_ids) * chunk.recomputed for chunk in self.chunks)
-
-    @property
-    def reservation(self) -> Reservation:
-        """The slots of all chunks, one after the other."""
-        parts = self.reservations
-        ids = tuple(seq_id for part in parts for seq_id in part.seq_ids)
-        names = ("start", "counts", "slots", "copies", "versions")
-        return Reservation(ids, *(np.concatenate([getattr(part, name) for part in parts]) for name in names))
 
 
 class Scheduler(Observed):
@@ -70,6 +23,8 @@ class Scheduler(Observed):
     give way is the last that arrived, who then heads the queue. So the oldest request advances in every step,
     and no two requests can preempt each other for ever. Blocks are reserved by `schedule`; a step must be
     advanced before the next is scheduled.
+
+    For one thread. Observers are told of every arrival, admission, preemption, abort, finish and step.
 
     Args: pool: a BlockManager, or a PagedKVCache whose copies are then made too; max_batch: sequences that
         run at once; token_budget: tokens of one step; chunk: the most of them that one prompt gets;
@@ -96,11 +51,8 @@ class Scheduler(Observed):
             raise ValueError(f"preemption must be one of {PREEMPTIONS}, got {preemption!r}")
         if (preemption == "swap") != (host is not None):
             raise ValueError('preemption="swap" needs a host pool, and only it has one')
-        if host is not None and (
-            isinstance(host, PagedKVCache) != isinstance(pool, PagedKVCache)
-            or host.block_size != pool.block_size
-        ):
-            raise ValueError(f"the host must be of the pool's kind, with blocks of {pool.block_size}")
+        if host is not None:
+            _check_host(host, pool)
         if not 0 <= watermark < 1:
             raise ValueError(f"watermark must be at least 0 and below 1, got {watermark!r}")
         self.pool, self.host = pool, host
@@ -139,7 +91,7 @@ class Scheduler(Observed):
         if request.id in self._groups:
             raise ValueError(f"request {request.id!r} exists already")
         for seq_id in group.names:
-            if seq_id in self._names or self._is_registered(seq_id):
+            if seq_id in self._names or _knows(self.pool, seq_id) or _knows(self.host, seq_id):
                 raise ValueError(f"sequence {seq_id!r} exists already")
         self._groups[request.id] = group
         self._names.update(group.names)
@@ -161,6 +113,28 @@ class Scheduler(Observed):
         else:
             self._leave(group)
         self._tell("abort", started, (request_id,), free=self.pool.num_free)
+
+    def check_fits(self, request: Request) -> None:
+        """Make sure that a request could be computed alone: otherwise it would wait for ever, as all behind it.
+
+        Raises: ValueError for one that needs more blocks, positions or tokens in a step than there are.
+        """
+        name, manager = request.id, self._manager
+        needed, limit = request.most_blocks(manager.block_size), manager.tables.max_length
+        if needed > manager.num_blocks:
+            raise ValueError(
+                f"request {name!r} needs up to {needed} blocks, the pool has {manager.num_blocks}"
+            )
+        if limit is not None and request.most_tokens > limit:
+            raise ValueError(f"request {name!r} needs {request.most_tokens} positions, max_length is {limit}")
+        hashes, full = request.block_hashes, request.num_tokens // manager.block_size
+        if hashes is not None and len(hashes) < full:
+            raise ValueError(f"the prompt of {name!r} fills {full} blocks, got {len(hashes)} block_hashes")
+        most = min(self.max_batch, self.token_budget, self.chunk * request.width)
+        if request.width > most:
+            raise ValueError(
+                f"request {name!r} writes {request.width} texts side by side, a step takes {most}"
+            )
 
     # A step
 
@@ -213,8 +187,10 @@ class Scheduler(Observed):
         """
         self._check_current(step)
         whole_number("times", times, minimum=1)
-        if step.admitted or step.preempted or not all(chunk.decode for chunk in step.chunks):
+        if step.admitted or step.preempted:
             return step  # the next one may admit someone
+        if not step.chunks or not all(chunk.decode for chunk in step.chunks):
+            return step
         groups = [self._groups[chunk.request_id] for chunk in step.chunks]
         alike = min([times, *(group.request.max_new_tokens - group.written for group in groups)])
         extra = self._with_room(groups, alike - 1)
@@ -331,7 +307,7 @@ class Scheduler(Observed):
         """Admit a group that has nothing in the pool. Its whole prompt must fit, though a chunk is computed."""
         started = self._clock()
         (seq_id,), size = group.active, self.pool.block_size
-        if not self._is_registered(seq_id):
+        if not _knows(self.pool, seq_id):
             self._register(group)
         hit = self.pool.match(seq_id)
         n = min(group.announced - hit, self.chunk, budget)
@@ -467,7 +443,7 @@ class Scheduler(Observed):
             self.waiting.remove(group)
             if group.place == "swapped":
                 self.host.free(group.active)
-            elif self._is_registered(group.active[0]):
+            elif _knows(self.pool, group.active[0]):
                 self.pool.free(group.active)
         group.place = "done"
         del self._groups[group.request.id]
@@ -514,32 +490,6 @@ class Scheduler(Observed):
         else:
             self.pool.add(seq_id)
 
-    def _is_registered(self, seq_id: SeqId) -> bool:
-        try:
-            self.pool.length(seq_id)
-        except KeyError:
-            return False
-        return True
-
-    def check_fits(self, request: Request) -> None:
-        """A request that would not fit an empty pool would wait for ever, and everyone behind it."""
-        name, manager = request.id, self._manager
-        needed, limit = request.most_blocks(manager.block_size), manager.tables.max_length
-        if needed > manager.num_blocks:
-            raise ValueError(
-                f"request {name!r} needs up to {needed} blocks, the pool has {manager.num_blocks}"
-            )
-        if limit is not None and request.most_tokens > limit:
-            raise ValueError(f"request {name!r} needs {request.most_tokens} positions, max_length is {limit}")
-        hashes, full = request.block_hashes, request.num_tokens // manager.block_size
-        if hashes is not None and len(hashes) < full:
-            raise ValueError(f"the prompt of {name!r} fills {full} blocks, got {len(hashes)} block_hashes")
-        most = min(self.max_batch, self.token_budget, self.chunk * request.width)
-        if request.width > most:
-            raise ValueError(
-                f"request {name!r} writes {request.width} texts side by side, a step takes {most}"
-            )
-
     def _check_current(self, step: Step) -> None:
         if step is None or step is not self._step:
             raise ValueError("this is not the step that was scheduled last, or it has been advanced")
@@ -580,6 +530,27 @@ def _total(shares: Mapping[SequenceGroup, int]) -> int:
 def _most_blocks(shares: Mapping[SequenceGroup, int], block_size: int) -> int:
     """No fewer blocks than the shares can need: the first token may cost a new block or a copy."""
     return sum(len(group.active) * (1 + -(-(n - 1) // block_size)) for group, n in shares.items())
+
+
+def _knows(pool: BlockManager | PagedKVCache | None, seq_id: SeqId) -> bool:
+    """Whether a sequence is registered in a pool."""
+    try:
+        return pool is not None and pool.length(seq_id) >= 0
+    except KeyError:
+        return False
+
+
+def _check_host(host: BlockManager | PagedKVCache, pool: BlockManager | PagedKVCache) -> None:
+    """A host must take whatever the pool holds; otherwise a swap would fail when it is needed."""
+    if isinstance(host, PagedKVCache) != isinstance(pool, PagedKVCache) or host is pool:
+        raise ValueError("the host must be another pool of the same kind: two managers, or two caches")
+    if host.block_size != pool.block_size:
+        raise ValueError(f"the host has blocks of {host.block_size}, the pool of {pool.block_size}")
+    most, needed = (getattr(p, "manager", p).tables.max_length for p in (host, pool))
+    if most is not None and (needed is None or needed > most):
+        raise ValueError(f"the host's max_length is {most}, the pool's {needed}")
+    if isinstance(host, PagedKVCache):
+        host.storage.check_source(pool.storage)
 
 
 def _blocks_of(pool: BlockManager | PagedKVCache, seq_ids: list[SeqId]) -> int:

@@ -9,7 +9,8 @@ import numpy as np
 
 from ..manager import BlockManager
 from .request import Request, SequenceGroup
-from .scheduler import Scheduler, Step
+from .scheduler import Scheduler
+from .step import Step
 
 BINS = 2048  # of the series over time
 

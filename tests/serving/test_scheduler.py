@@ -3,7 +3,7 @@
 import pytest
 from pools import check_invariants, refs, state_of, table
 
-from pagedkv import BlockManager, PoolExhausted
+from pagedkv import BlockManager, PagedKVCache, PoolExhausted
 from pagedkv.serving import Request, Scheduler
 
 
@@ -238,7 +238,6 @@ def test_a_request_that_makes_no_sense_is_a_value_error(wrong):
         {"preemption": "swop"},
         {"preemption": "swap"},
         {"host": BlockManager(4, 4)},
-        {"preemption": "swap", "host": BlockManager(4, 8)},
         {"watermark": 1.0},
         {"watermark": -0.1},
         {"max_batch": 0},
@@ -249,6 +248,39 @@ def test_a_request_that_makes_no_sense_is_a_value_error(wrong):
 def test_a_scheduler_that_makes_no_sense_is_a_value_error(wrong):
     with pytest.raises(ValueError):
         Scheduler(BlockManager(4, 4), **wrong)
+
+
+POOL = BlockManager(4, 4, max_length=16)
+
+
+@pytest.mark.parametrize(
+    ("pool", "host", "message"),
+    [
+        (POOL, POOL, "another pool of the same kind"),
+        (POOL, PagedKVCache(4, 4, 2, 2), "another pool of the same kind"),
+        (POOL, BlockManager(4, 8), "blocks of 8, the pool of 4"),
+        (POOL, BlockManager(4, 4, max_length=15), "max_length is 15, the pool's 16"),
+        (BlockManager(4, 4), POOL, "max_length is 16, the pool's None"),
+        (PagedKVCache(4, 4, 2, 2), PagedKVCache(4, 4, 1, 2), "pages of the source"),
+    ],
+)
+def test_a_host_that_could_not_take_what_the_pool_holds_is_refused_at_once(pool, host, message):
+    with pytest.raises(ValueError, match=message):
+        Scheduler(pool, preemption="swap", host=host)
+
+
+def test_names_in_use_in_the_host_pool_are_refused():
+    server = Server(4, host_blocks=4)
+    server.scheduler.host.add("a")
+    with pytest.raises(ValueError, match="'a' exists already"):
+        server.add("a")
+
+
+def test_without_requests_there_is_nothing_to_compute():
+    server = Server(4)
+    step = server.scheduler.schedule()
+    assert step.chunks == () and server.scheduler.repeat(step, 9) is step
+    assert server.scheduler.advance(step) == []
 
 
 def test_a_step_is_advanced_once_and_before_the_next_is_scheduled():
