@@ -15,11 +15,12 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Event
 
 from . import notebooks
 from .student import exercises
@@ -85,26 +86,30 @@ def submissions(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.ipynb") if ".ipynb_checkpoints" not in path.parts)
 
 
-def grade(paths: Sequence[Path], settings: Settings, *, folder: Path, jobs: int = 1) -> Iterator[list[Row]]:
+def grade(paths: Iterable[Path], settings: Settings, *, folder: Path, jobs: int = 1) -> Iterator[list[Row]]:
     """Grade notebooks, some at a time; yields the rows of each, in the order of `paths`.
 
     Args: folder: rows name files relative to it; jobs: processes at once.
     """
+    stop = Event()
     with ThreadPoolExecutor(jobs) as pool:
         try:
-            yield from pool.map(lambda path: grade_one(path, settings, str(path.relative_to(folder))), paths)
-        except BaseException:
-            pool.shutdown(wait=True, cancel_futures=True)
+            yield from pool.map(
+                lambda path: grade_one(path, settings, str(path.relative_to(folder)), stop), paths
+            )
+        except BaseException:  # an interrupt: end what runs, begin nothing
+            stop.set()
+            pool.shutdown(cancel_futures=True)
             raise
 
 
-def grade_one(path: Path, settings: Settings, name: str) -> list[Row]:
+def grade_one(path: Path, settings: Settings, name: str, stop: Event) -> list[Row]:
     """Grade one notebook; whatever it does, rows come back: one per exercise, then remarks."""
     found, notes, facts = {}, [], {}
     skip, settled = set(), set()
     deadline = time.monotonic() + 10 * settings.timeout + START_UP
     for _ in range(STARTS):
-        run = _run(path, settings, skip, found.keys() & settled, deadline)
+        run = _run(path, settings, skip, settled, deadline, stop)
         for line in run.lines:
             facts |= line if "lesson" in line or "unreadable" in line else {}
             if "exercise" in line and "verdict" in line and line["exercise"] not in settled:
@@ -126,7 +131,7 @@ def grade_one(path: Path, settings: Settings, name: str) -> list[Row]:
             settled.add(began["exercise"])
         elif not began["exercise"]:
             notes.append(f"code cell {began['begin'] + 1}: {run.reason}")
-        if time.monotonic() > deadline:
+        if time.monotonic() > deadline or stop.is_set():
             break
     return _rows(name, facts, found, notes, settings)
 
@@ -159,7 +164,9 @@ class _Run:
     left_over: int = 0  # processes
 
 
-def _run(path: Path, settings: Settings, skip: set, settled: set, deadline: float) -> _Run:
+def _run(
+    path: Path, settings: Settings, skip: set[int], settled: set[str], deadline: float, stop: Event
+) -> _Run:
     """Start the judge for one notebook and watch it until it ends, or is ended."""
     with tempfile.TemporaryDirectory(prefix="pagedkv-grade-", ignore_cleanup_errors=True) as folder:
         home, report, token = Path(folder, "home"), Path(folder, "report"), secrets.token_hex(16)
@@ -201,7 +208,7 @@ def _run(path: Path, settings: Settings, skip: set, settled: set, deadline: floa
             with suppress(BrokenPipeError):
                 process.stdin.write(json.dumps(job).encode())
                 process.stdin.close()
-            stuck = _watch(process, report, settings.timeout + GRACE, deadline)
+            stuck = _watch(process, report, settings.timeout + GRACE, deadline, stop)
         finally:
             left_over = _end(process, token)
         lines = _lines(report)
@@ -217,14 +224,14 @@ def _run(path: Path, settings: Settings, skip: set, settled: set, deadline: floa
     return _Run(lines, False, f"ended its process with exit code {code}", left_over)
 
 
-def _watch(process: subprocess.Popen, report: Path, patience: float, deadline: float) -> bool:
-    """Wait until the process ends; True if its report does not grow for too long, or time is up."""
+def _watch(process: subprocess.Popen, report: Path, patience: float, deadline: float, stop: Event) -> bool:
+    """Wait until the process ends; True if its report does not grow for too long, time is up, or all shall stop."""
     size, since, allowed = 0, time.monotonic(), START_UP + patience
     while process.poll() is None:
         now = time.monotonic()
         if (grown := report.stat().st_size) != size:
             size, since, allowed = grown, now, patience
-        if now - since > allowed or now > deadline:
+        if now - since > allowed or now > deadline or stop.is_set():
             return True
         time.sleep(0.02)
     return False

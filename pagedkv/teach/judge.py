@@ -326,7 +326,8 @@ def bound(memory: int) -> None:
     ]:
         _, hard = resource.getrlimit(what)
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
-        resource.setrlimit(what, (most, most))
+        with suppress(ValueError, OSError):  # macOS knows the limit on address space and does not set it
+            resource.setrlimit(what, (most, most))
 
 
 class Seal:

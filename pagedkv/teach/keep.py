@@ -170,7 +170,7 @@ def _name(value: Any) -> str:
 def _globals_in(code: CodeType) -> Iterator[str]:
     """The names that code looks up outside itself."""
     for step in dis.get_instructions(code):
-        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "LOAD_FROM_DICT_OR_GLOBALS"):
             yield step.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
