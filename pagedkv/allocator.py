@@ -159,12 +159,13 @@ class BlockAllocator(Observed):
         rest = max(self._num_plain - n, 0)
         blocks = self._free[rest : self._num_plain][::-1].copy()  # [n], if there are so many plain ones
         self._num_plain = rest
-        if blocks.size < n:
-            evicted = [self._cached.popitem(last=False)[0] for _ in range(n - blocks.size)]
-            blocks = np.append(blocks, evicted).astype(np.int32)
+        evicted = [self._cached.popitem(last=False)[0] for _ in range(n - blocks.size)]
+        if evicted:
+            blocks = np.append(blocks, np.array(evicted, np.int32))
         self._owners[blocks] = 1
         if self.observers:
-            self._tell("allocate", started, blocks={"new": blocks}, free=self.num_free)
+            told = {"new": blocks, "evicted": np.array(evicted, np.int32)} if evicted else {"new": blocks}
+            self._tell("allocate", started, blocks=told, free=self.num_free)
         return blocks
 
     def share(self, blocks: ArrayLike, times: int = 1) -> None:
@@ -177,6 +178,7 @@ class BlockAllocator(Observed):
         Source: section 4.4, reference counts.
         """
         started = self._clock()
+        times = whole_number("times", times, minimum=1)
         blocks = whole_numbers_below("block", blocks, self.num_blocks)
         revived = blocks[self._owners[blocks] == 0].tolist()
         for block in revived:

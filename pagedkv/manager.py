@@ -22,7 +22,7 @@ from .prefix_cache import (
     PrefixIndex,
     PrefixStats,
     Text,
-    given_digest,
+    given_digests,
     root_link,
     token_bytes,
 )
@@ -629,7 +629,7 @@ class BlockManager(Observed):
         if tokens is not None:
             text.announce(token_bytes("tokens", tokens), self.block_size, hashed=self.prefix_cache)
         if block_hashes is not None:
-            digests = [given_digest(root.digest, block_hash) for block_hash in block_hashes]
+            digests = given_digests(root.digest, block_hashes)
             text.announce_hashes(digests, whole_number("num_tokens", num_tokens), self.block_size)
         return text
 
@@ -639,7 +639,7 @@ class BlockManager(Observed):
         text = self._texts[seq_id]
         try:
             if by_hash:
-                digests = [given_digest(text.root.digest, block_hash) for block_hash in given]
+                digests = given_digests(text.root.digest, given)
                 return text.goes_on_by(digests, length, self.block_size)
             return text.goes_on(given, length, self.block_size)
         except ValueError as error:

@@ -2,7 +2,7 @@
 
 import hashlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -83,9 +83,17 @@ def block_digest(parent: bytes, tokens: bytes) -> bytes:
     return hashlib.sha256(parent + tokens).digest()
 
 
-def given_digest(root: bytes, block_hash: bytes | str | int) -> bytes:
-    """The digest that stands for a block hash of a trace, which covers all before it by itself."""
-    return hashlib.sha256(root + tagged(block_hash=block_hash)).digest()
+def given_digests(root: bytes, block_hashes: Iterable[bytes | str | int]) -> list[bytes]:
+    """Digests that stand for the block hashes of a trace, each of which covers all before it by itself.
+
+    Raises: ValueError for hashes of another type.
+    """
+    if not isinstance(block_hashes, Iterable) or isinstance(block_hashes, str | bytes):
+        raise ValueError(f"block_hashes must be a row of hashes, got {block_hashes!r}")
+    block_hashes = list(block_hashes)
+    if None in block_hashes:
+        raise ValueError(f"a block hash must be str, bytes or a whole number, got {block_hashes!r}")
+    return [hashlib.sha256(root + tagged(block_hash=block_hash)).digest() for block_hash in block_hashes]
 
 
 def token_bytes(name: str, tokens: ArrayLike) -> bytes:
