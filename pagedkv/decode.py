@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import nullcontext
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike
 from .allocator import whole_number
 from .attention import check_batch, check_block, check_rows, check_shapes, checked_options
 from .storage import KVStorage, as_floats
-from .tiles import TILE, Laid, Piece, Shape, Task, Workspace
+from .tiles import PRODUCT, TILE, Laid, Piece, Shape, Task, Workspace
 
 CHUNK = 1 << 19  # numbers that one call gathers: 2 MB in float32, so that they stay in a cache
 SHORT = (
@@ -74,7 +75,7 @@ class AttentionPlan:
         self._batch = _Batch(tables, lengths, counts, block_size, window)
         self._highest = self._batch.check_blocks()
         self._tasks: dict[int, list[Task]] = {}  # by the numbers in a key, all heads together
-        self._split: dict[tuple, list[list[Task]]] = {}  # by number of threads, too
+        self._split: dict[tuple, tuple[list[list[Task]], int]] = {}  # by number of threads, too
         self._laid: dict[tuple, list[Laid]] = {}  # by workspace, shape and lane
 
     def run(
@@ -113,7 +114,7 @@ class AttentionPlan:
             storage.block_size, storage.num_kv_heads, query.shape[1] // storage.num_kv_heads, query.shape[2]
         )
 
-        lanes = self._lanes(storage)
+        lanes, largest = self._lanes(storage)
 
         def compute(lane: int, workspace: Workspace) -> None:
             key = (workspace, shape, storage.dtype, len(lanes), lane)
@@ -122,7 +123,7 @@ class AttentionPlan:
             for laid in self._laid[key]:
                 laid.run(scaled, keys, values, soft_cap, out, lse)
 
-        in_threads(len(lanes), compute)
+        in_threads(len(lanes), compute, large=2 * largest * shape.group * shape.head_dim > PRODUCT)
         return (out, lse) if return_lse else out
 
     def tasks(self, storage: KVStorage) -> list[Task]:
@@ -132,8 +133,8 @@ class AttentionPlan:
             self._tasks[width] = self._batch.cut(width, self.share)
         return self._tasks[width]
 
-    def _lanes(self, storage: KVStorage) -> list[list[Task]]:
-        """The tasks of each thread: the longest first, always to the thread that has least to do."""
+    def _lanes(self, storage: KVStorage) -> tuple[list[list[Task]], int]:
+        """The tasks of each thread, longest first, always to the one that has least to do; the largest product."""
         threads, tasks = self.threads, self.tasks(storage)
         if threads is None:
             key_bytes = storage.nbytes // (storage.num_layers * storage.num_blocks * storage.block_size)
@@ -147,7 +148,7 @@ class AttentionPlan:
                 least = loads.index(min(loads))
                 lanes[least].append(task)
                 loads[least] += task.cost
-            self._split[key] = lanes
+            self._split[key] = lanes, max((task.product for task in tasks), default=0)
         return self._split[key]
 
 
@@ -375,21 +376,22 @@ _pool: ThreadPoolExecutor | None = None
 _lock = threading.Lock()
 
 
-def in_threads(lanes: int, compute: Callable[[int, Workspace], None]) -> None:
-    """Call compute(lane, workspace) for each lane, all at once; this thread takes the first."""
+def in_threads(lanes: int, compute: Callable[[int, Workspace], None], large: bool = False) -> None:
+    """Call compute(lane, workspace) for each lane, all at once; this thread takes the first.
+
+    In several threads BLAS computes with one in each, and also where products are so large that it would use
+    more of its own accord, which changes last bits.
+    """
     workspaces = [_borrowed() for _ in range(lanes)]
     try:
-        if lanes == 1:
-            compute(0, workspaces[0])
-        else:
-            with one_blas_thread:
-                others = [_threads().submit(compute, i, workspaces[i]) for i in range(1, lanes)]
-                try:
-                    compute(0, workspaces[0])
-                finally:
-                    wait(others)
-                for other in others:
-                    other.result()
+        with one_blas_thread if lanes > 1 or large else nullcontext():
+            others = [_threads().submit(compute, i, workspaces[i]) for i in range(1, lanes)]
+            try:
+                compute(0, workspaces[0])
+            finally:
+                wait(others)
+            for other in others:
+                other.result()
     finally:
         _idle.extend(reversed(workspaces))
 
@@ -426,6 +428,7 @@ def _threads() -> ThreadPoolExecutor:
 def _forget_threads() -> None:
     global _pool
     _pool = None
+    one_blas_thread.__init__()
 
 
 if hasattr(os, "register_at_fork"):
@@ -433,15 +436,19 @@ if hasattr(os, "register_at_fork"):
 
 
 class _OneBlasThread:
-    """While somebody is inside, NumPy's BLAS computes in the thread that calls it. The setting is the process's own,
-    so the last to leave puts it back."""
+    """While somebody is inside, NumPy's BLAS computes in the thread that calls it.
+
+    The setting is the whole process's, so the last to leave puts it back; and threadpoolctl lets only the thread
+    change it that did so first, so that is always the same one.
+    """
 
     def __init__(self):
         self._inside, self._limit, self._found = 0, None, None
+        self._lock, self._keeper = threading.Lock(), ThreadPoolExecutor(1, "pagedkv-blas")
 
     def controller(self):
         """threadpoolctl's, or None where that is not installed; looked for once."""
-        with _lock:
+        with self._lock:
             if self._found is None:
                 try:
                     from threadpoolctl import ThreadpoolController
@@ -453,16 +460,16 @@ class _OneBlasThread:
 
     def __enter__(self) -> None:
         controller = self.controller()
-        with _lock:
+        with self._lock:
             self._inside += 1
             if self._inside == 1 and controller is not None:
-                self._limit = controller.limit(limits=1)
+                self._limit = self._keeper.submit(lambda: controller.limit(limits=1).__enter__()).result()
 
     def __exit__(self, *error) -> None:
-        with _lock:
+        with self._lock:
             self._inside -= 1
             if self._inside == 0 and self._limit is not None:
-                self._limit.restore_original_limits()
+                self._keeper.submit(self._limit.__exit__, None, None, None).result()
                 self._limit = None
 
 

@@ -46,6 +46,14 @@ class Task(NamedTuple):
         gathered = sum(piece.blocks.shape[0] * piece.tokens for piece in self.pieces)
         return gathered + self.members * self.queries * self.width // 16
 
+    @property
+    def product(self) -> int:
+        """Rows times keys of the largest product, per head of a group."""
+        return self.queries * max(
+            piece.tokens if piece.each else TILE * (piece.members.stop - piece.members.start)
+            for piece in self.pieces
+        )
+
 
 class Shape(NamedTuple):
     """Of the vectors: what a plan does not know and a model does."""

@@ -1,13 +1,29 @@
 """The planned kernel over a cache: equal to dense attention, blind to where blocks lie, and never stale."""
 
+import threading
+import time
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from needs import need_module
 from numpy.testing import assert_allclose, assert_array_equal
 from paging import boundary_lengths, cached, random_query, random_sequence, shuffled_cache
 
-from pagedkv import AttentionPlan, KVStorage, PoolExhausted, StalePlan, dense_attention, paged_attention
+from pagedkv import (
+    AttentionPlan,
+    KVStorage,
+    PagedKVCache,
+    PoolExhausted,
+    StalePlan,
+    decode,
+    dense_attention,
+    paged_attention,
+    slots_of,
+    tiles,
+)
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -195,9 +211,13 @@ def test_where_the_blocks_lie_does_not_change_a_bit(rng, block_size):
         assert_array_equal(out, outs[0])
 
 
-@pytest.mark.parametrize("block_size", [1, 4, 16])
+@pytest.mark.parametrize("block_size", [7, 16])
 def test_a_sequence_in_a_batch_gets_the_bits_of_its_own_run(rng, block_size):
-    sequences, counts = [random_sequence(rng, n, 2, 64) for n in (9, 0, 40, 33, 1)], [1, 1, 3, 0, 1]
+    lengths, counts = (
+        (9, 0, 40, 33, 1, 250, 255, 210, 900, 1100, 38, 1025),
+        (1, 1, 3, 0, 1, 1, 1, 1, 1, 200, 1, 1),
+    )
+    sequences = [random_sequence(rng, n, 2, 64) for n in lengths]
     cache, ids = cached(sequences, block_size, rng)
     query = random_query(rng, sum(counts), 8, 64)
     batch = cache.attend(0, query, cache.plan(ids, counts))
@@ -216,6 +236,343 @@ def test_repeating_a_run_repeats_its_bits_and_leaves_query_and_pages_alone(rng):
     assert_array_equal(query, before)
     for name, page in pages.items():
         assert_array_equal(cache.storage.arrays[name], page)
+
+
+# The fast paths: every kind of task, every type of page
+
+
+def assert_exact(cache, ids, counts, query, plan, window=None, **options):
+    """Within 2e-6 of the largest value of dense attention in float64 over what the pages hold, read back."""
+    out, lse = plan.run(0, query, cache.storage, return_lse=True, **options)
+    first = 0
+    for seq_id, n in zip(ids, counts, strict=True):
+        rows = slice(first, first + n)
+        keys, values = cache.gather(0, seq_id)
+        want, want_lse = dense_attention(query[rows], keys, values, window=window, return_lse=True, **options)
+        assert np.abs(out[rows] - want).max(initial=0) <= 2e-6 * np.abs(values).max(initial=0)
+        assert_allclose(lse[rows], want_lse, 1e-5, 1e-5)
+        first += n
+    return out
+
+
+def tasks_of(plan, cache):
+    """The kinds of tasks in a plan: members of a task, and of each of its pieces."""
+    return [
+        (task.members, [(p.members.stop - p.members.start, len(p.blocks)) for p in task.pieces])
+        for task in plan.tasks(cache.storage)
+    ]
+
+
+@contextmanager
+def small_limits():
+    """Limits that small sequences reach: chunks of 16 keys, short up to 12, tiles of 4, tasks of 6 queries …"""
+    width = 2 * 8
+    limits = {"CHUNK": 16 * width, "SHORT": 12 * width, "ROUND": 4, "SCORES": 200, "LEAST_SHARED": 8}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**limits, "MOST_QUERIES": 6, "LEAST_QUERIES": 2, "TILE": 4}.items():
+            patch.setattr(decode, name, value)
+        patch.setattr(tiles, "TILE", 4)
+        patch.setattr(tiles, "PRODUCT", 4 * 4 * 8)
+        yield
+
+
+@pytest.fixture
+def small_tasks():
+    with small_limits():
+        yield
+
+
+DTYPES = ["float32", "float16", "bfloat16", "int8"]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "block_size", "window"),
+    [("float32", 100, None), ("float16", 16, 200), ("bfloat16", 16, None), ("int8", 3, None)],
+)
+def test_lengths_around_tiles_and_chunks_are_exact(rng, dtype, block_size, window):
+    """kv_heads · head_dim is 512: sequences are short up to 256 keys, a chunk has 1024, a product 512 of them."""
+    lengths, counts = [1, 127, 128, 257, 0, 640, 1025, 1300], [1, 1, 3, 1, 1, 1, 2, 1]
+    sequences = [random_sequence(rng, n, 8, 64) for n in lengths]
+    cache, ids = cached(sequences, block_size, rng, dtype=dtype)
+    query = random_query(rng, sum(counts), 32, 64)
+    plan = cache.plan(ids, counts, window=window)
+    assert_exact(cache, ids, counts, query, plan, window)
+
+
+@given(st.data())
+def test_any_batch_is_exact_with_limits_that_small_sequences_reach(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    block_size = data.draw(st.sampled_from([1, 2, 3, 4, 5, 8, 16, 20]), "block_size")
+    kv_heads, group = data.draw(st.integers(1, 2), "kv_heads"), data.draw(st.integers(1, 8), "group")
+    length = st.sampled_from([0, 1, 2, 3, 4, 5, 8, 11, 12, 13, 15, 16, 17, 31, 32, 33, 47, 50])
+    lengths = data.draw(st.lists(length, min_size=1, max_size=6), "lengths")
+    counts = [data.draw(st.sampled_from([1, 1, 0, 2, 5, 13, 60]), "queries") for _ in lengths]
+    window = data.draw(st.none() | st.integers(1, 40), "window")
+    soft_cap = data.draw(st.none() | st.floats(0.5, 50), "soft_cap")
+    dtype = data.draw(st.sampled_from(DTYPES), "dtype")
+    threads = data.draw(st.sampled_from([None, 1, 3]), "threads")
+    sequences = [random_sequence(rng, n, kv_heads, 8) for n in lengths]
+    cache, ids = cached(sequences, block_size, rng, dtype=dtype)
+    query = random_query(rng, sum(counts), kv_heads * group, 8)
+    with small_limits():
+        plan = cache.plan(ids, counts, window=window, threads=threads)
+        assert_exact(cache, ids, counts, query, plan, window, soft_cap=soft_cap)
+
+
+def family_tree(rng, block_size, lengths, dtype="float32"):
+    """A cache where each (parent, own tokens) of `lengths` forks an earlier one (None: nobody) and goes on alone."""
+    cache = shuffled_cache(
+        sum(-(-n // block_size) + 1 for _, n in lengths) + 1, block_size, 2, 8, rng, dtype=dtype
+    )
+    ids = []
+    for parent, own in lengths:
+        ids += [cache.add()] if parent is None else cache.fork(ids[parent])
+        keys, values = random_sequence(rng, own, 2, 8)
+        cache.append(ids[-1], keys[None], values[None], own)
+    return cache, ids
+
+
+@given(st.data())
+def test_shared_prefixes_are_exact_however_they_nest(data):
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**32), "seed"))
+    own = st.sampled_from([0, 1, 3, 4, 7, 8, 12, 20, 33])
+    lengths = [(None, data.draw(own, "root"))]
+    for i in range(1, data.draw(st.integers(2, 9), "sequences")):
+        lengths.append((data.draw(st.none() | st.integers(0, i - 1), "parent"), data.draw(own, "own")))
+    dtype = data.draw(st.sampled_from(DTYPES), "dtype")
+    cache, ids = family_tree(rng, data.draw(st.sampled_from([1, 2, 4]), "block_size"), lengths, dtype)
+    ids = data.draw(st.permutations(ids), "order")
+    counts = [data.draw(st.sampled_from([1, 1, 1, 0, 3]), "queries") for _ in ids]
+    window = data.draw(st.none() | st.integers(1, 60), "window")
+    query = random_query(rng, sum(counts), 2 * data.draw(st.integers(1, 4), "group"), 8)
+    for share in (True, False):
+        plan = cache.plan(ids, counts, window=window, share=share)
+        with small_limits():
+            assert_exact(cache, ids, counts, query, plan, window)
+
+
+def test_a_shared_prefix_is_gathered_once_for_all_who_begin_with_it(rng, small_tasks):
+    cache, ids = family_tree(rng, 4, [(None, 32), (0, 5), (0, 2), (None, 32)])
+    kinds = tasks_of(cache.plan(ids), cache)
+    assert sorted(members for members, _ in kinds) == [1, 3]
+    (family,) = [pieces for members, pieces in kinds if members == 3]
+    assert family[:2] == [(3, 1), (3, 1)]  # two chunks of 16 shared keys
+    assert all(members == 1 for members, _ in tasks_of(cache.plan(ids, share=False), cache))
+
+
+def test_one_sequence_in_two_groups_reads_each_shared_run_once(rng, small_tasks):
+    """a and b go on from one prefix, c and d from b's: d is in the group of all and in that of b."""
+    cache, ids = family_tree(rng, 4, [(None, 16), (0, 3), (0, 16), (2, 5), (2, 6)])
+    plan, query = cache.plan(ids), random_query(rng, 5, 4, 8)
+    ((members, pieces),) = tasks_of(plan, cache)
+    assert members == 5 and pieces[:2] == [(5, 1), (3, 1)]
+    assert_exact(cache, ids, [1] * 5, query, plan)
+
+
+def test_tails_of_a_family_that_are_long_are_read_one_by_one(rng, small_tasks):
+    cache, ids = family_tree(rng, 4, [(None, 16), (0, 30), (0, 1)])
+    plan, query = cache.plan(ids), random_query(rng, 3, 4, 8)
+    assert (1, 1) in [piece for _, pieces in tasks_of(plan, cache) for piece in pieces]
+    assert_exact(cache, ids, [1] * 3, query, plan)
+
+
+def test_members_that_have_no_room_for_their_scores_are_split(rng, small_tasks):
+    cache, ids = family_tree(rng, 4, [(None, 40), *[(0, 3)] * 8])
+    plan = cache.plan(ids)
+    assert len(tasks_of(plan, cache)) == 3  # 4 times about 44 scores have room in 200
+    assert_exact(cache, ids, [1] * 9, random_query(rng, 9, 4, 8), plan)
+
+
+def test_short_sequences_are_read_together_and_padded_by_their_own_length(rng, small_tasks):
+    cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (3, 4, 1, 5, 12, 13)], 2, rng)
+    kinds = sorted(tasks_of(cache.plan(ids), cache))
+    assert kinds == [(1, [(1, 1)]), (1, [(1, 1)]), (1, [(1, 1)]), (3, [(3, 3)])]
+
+
+def test_a_task_stays_within_the_memory_that_was_promised(rng):
+    """However long a prompt: scores of 2**17 per head, or of 16 queries; chunks of 2**19 numbers."""
+    storage = KVStorage(1, 200, 64, 2, 64)
+    plan = AttentionPlan(np.arange(200)[None], [200 * 64], 64, 9000)
+    tasks = plan.tasks(storage)
+    assert sum(task.queries for task in tasks) == 9000
+    assert max(task.queries * task.width for task in tasks) <= max(1 << 17, 16 * 12800)
+    assert max(piece.blocks.size for task in tasks for piece in task.pieces) * 64 * 128 <= 1 << 19
+    behind = AttentionPlan(np.arange(200)[None], [200 * 64], 64, 9000, window=100).tasks(storage)
+    assert max(task.width for task in behind) <= 128 + 100  # nobody gathers what no query of a task sees
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_lies_in_unfilled_slots_never_matters(rng, dtype):
+    """The same tokens over pages of zeros, of NaN and of infinities give the same bits."""
+    lengths, outs = [5, 30, 300], []
+    query = random_query(rng, 3, 4, 64)
+    sequences = [random_sequence(rng, n, 2, 64) for n in lengths]
+    for junk in (0, np.nan, np.inf):
+        cache = PagedKVCache(64, 16, 2, 64, dtype=dtype)
+        for array in cache.storage.arrays.values():
+            if array.dtype.kind == "f":
+                array[...] = junk
+            else:
+                array.view(np.uint8)[...] = 0xFF if junk else 0  # NaN as bfloat16, −1 as int8
+        ids = [cache.add() for _ in lengths]
+        for seq_id, (keys, values) in zip(ids, sequences, strict=True):
+            cache.append(seq_id, keys[None], values[None], len(keys))
+        outs.append(cache.attend(0, query, cache.plan(ids)))
+    assert np.isfinite(outs[0]).all()
+    for out in outs[1:]:
+        assert_array_equal(out, outs[0])
+
+
+def test_float16_infinities_and_nan_are_seen_as_such(rng):
+    cache, (a,) = cached([random_sequence(rng, 20, 2, 8)], 4, rng, dtype="float16")
+    query = random_query(rng, 1, 4, 8)
+    plan = cache.plan(a)
+    slot = int(cache.block_tables([a])[0, 1]) * 4
+    values = cache.storage.arrays["values"].reshape(-1, 2, 8)
+    for number in (np.inf, -np.inf, np.nan):
+        values[slot] = number
+        with np.errstate(all="ignore"):
+            assert_array_equal(cache.attend(0, query, plan), np.full((1, 4, 8), number, np.float32))
+
+
+@pytest.mark.parametrize("size", [1e-7, 1, 1e3, 6e4])
+def test_float16_pages_keep_small_and_large_numbers(rng, size):
+    """Subnormal halves, halves near the end, and queries that would overflow with the whole factor."""
+    keys, values = random_sequence(rng, 40, 2, 8)
+    keys, values = (np.clip(array, -1, 1) * np.float32(size) for array in (keys, values))
+    cache, ids = cached([(keys, values)], 4, rng, dtype="float16")
+    for large in (1, 1e5):
+        query = random_query(rng, 1, 4, 8) * np.float32(large)
+        assert_exact(cache, ids, [1], query, cache.plan(ids), scale=float(1 / large / size))
+
+
+def test_a_query_in_bfloat16_is_taken_as_it_is(rng):
+    ml_dtypes = need_module("ml_dtypes", "onnx")
+    cache, ids = cached([random_sequence(rng, 20, 2, 8)], 4, rng)
+    query = random_query(rng, 1, 4, 8).astype(ml_dtypes.bfloat16)
+    plan = cache.plan(ids)
+    assert_array_equal(cache.attend(0, query, plan), cache.attend(0, query.astype(np.float32), plan))
+
+
+# Threads
+
+
+@pytest.fixture
+def long_batch(rng):
+    """Singles, short ones, a family, prefill: enough for several threads."""
+    need_module("threadpoolctl", "bench")
+    sequences = [random_sequence(rng, n, 2, 64) for n in (600, 40, 1100, 5, 60, 70)]
+    cache, ids = cached(sequences, 16, rng, spare=100)
+    ids += cache.fork(ids[0], 2)
+    keys, values = random_sequence(rng, 20, 2, 64)
+    cache.append(ids[-2:], keys[None], values[None], 10)
+    counts = [1, 1, 140, 1, 3, 1, 1, 1]
+    return cache, ids, counts, random_query(rng, sum(counts), 8, 64)
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+def test_threads_give_the_bits_of_one_thread(long_batch, threads):
+    cache, ids, counts, query = long_batch
+    one = cache.attend(0, query, cache.plan(ids, counts, threads=1))
+    plan = cache.plan(ids, counts, threads=threads)
+    for _ in range(2):
+        assert_array_equal(cache.attend(0, query, plan), one)
+    assert len(plan._lanes(cache.storage)[0]) == min(threads, len(plan.tasks(cache.storage)))
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_two_users_may_run_one_plan_at_once(long_batch, rng, threads):
+    cache, ids, counts, query = long_batch
+    plan = cache.plan(ids, counts, threads=threads)
+    queries = [query * np.float32(f) for f in (1, 0.5, 0.25)]
+    alone = [cache.attend(0, q, cache.plan(ids, counts, threads=1)) for q in queries]
+    wrong = []
+
+    def user(i):
+        for _ in range(3):
+            if not np.array_equal(cache.attend(0, queries[i], plan), alone[i]):
+                wrong.append(i)
+
+    users = [threading.Thread(target=user, args=[i]) for i in range(3)]
+    for thread in users:
+        thread.start()
+    for thread in users:
+        thread.join()
+    assert not wrong
+
+
+def test_a_run_in_threads_leaves_blas_as_it_was(long_batch):
+    from threadpoolctl import ThreadpoolController
+
+    blas = ThreadpoolController().select(user_api="blas")
+    cache, ids, counts, query = long_batch
+
+    def now():
+        return {library["num_threads"] for library in blas.info()}
+
+    before, inside = now(), []
+    decode.in_threads(2, lambda lane, workspace: inside.append(now()))
+    assert inside == [{1}, {1}]
+    cache.attend(0, query, cache.plan(ids, counts, threads=2))
+    with pytest.raises(ZeroDivisionError):
+        decode.in_threads(2, lambda lane, workspace: 1 // (lane - 1))
+    with decode.one_blas_thread:  # entered here and left elsewhere, as by several users
+        other = threading.Thread(target=decode.in_threads, args=[2, lambda lane, workspace: None])
+        other.start()
+        other.join()
+        assert now() == {1}, "another one is still inside"
+    assert now() == before
+
+
+def test_an_error_in_any_thread_comes_out_after_all_have_ended(long_batch):
+    ended = []
+
+    def compute(lane, workspace):
+        if lane == 2:
+            raise ZeroDivisionError
+        time.sleep(0.05)
+        ended.append(lane)
+
+    with pytest.raises(ZeroDivisionError):
+        decode.in_threads(4, compute)
+    assert sorted(ended) == [0, 1, 3]
+
+
+def test_threads_come_by_size_and_never_without_threadpoolctl(long_batch, monkeypatch):
+    cache, ids, _, _ = long_batch
+    counts = [1] * len(ids)
+    plan = cache.plan(ids, counts)
+    assert len(plan._lanes(cache.storage)[0]) == 1, "too little for threads"
+    monkeypatch.setattr(decode, "PER_THREAD", 1000)
+    monkeypatch.setattr(decode, "available_threads", lambda: 3)
+    assert len(cache.plan(ids, counts)._lanes(cache.storage)[0]) == 3
+    monkeypatch.undo()
+    monkeypatch.setattr(decode, "PER_THREAD", 1000)
+    monkeypatch.setattr(decode.one_blas_thread, "_found", (None,))
+    assert len(cache.plan(ids, counts)._lanes(cache.storage)[0]) == 1
+    with pytest.raises(ImportError, match=r'pip install "pagedkv\[bench\]"'):
+        cache.plan(ids, counts, threads=2)
+
+
+@pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
+def test_a_number_of_threads_is_checked_when_planning(rng, threads):
+    cache, _, _ = planned(rng, ["a"])
+    with pytest.raises(ValueError, match=f"threads.*{threads}"):
+        cache.plan("a", threads=threads)
+
+
+def test_pages_that_replace_those_of_earlier_layers_are_the_ones_that_are_read(rng):
+    """A plan knows blocks and not arrays: with other pages, of another type even, it reads those."""
+    sequence, query = random_sequence(rng, 40, 2, 8), random_query(rng, 1, 4, 8)
+    cache, ids = cached([sequence], 4, rng)
+    plan = cache.plan(ids)
+    before = cache.attend(0, query, plan)
+    for dtype in DTYPES:
+        cache.storage = KVStorage(1, cache.num_blocks, 4, 2, 8, dtype, poison=True)
+        slots = slots_of(cache.block_tables(ids)[0], np.arange(40), 4)
+        cache.storage.write(0, slots, *(array * 2 for array in sequence))
+        after = assert_exact(cache, ids, [1], query, plan)
+        assert np.abs(after - before).max() > 0.1
 
 
 # Stale plans

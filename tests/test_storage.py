@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from needs import need_module
 from pools import HEAD_DIM, HEADS, LAYERS, vectors
 
 from pagedkv import KVStorage
@@ -259,3 +260,144 @@ def test_infinity_that_was_given_is_kept():
     keys = np.full((1, HEADS, HEAD_DIM), np.inf, np.float32)
     storage.write(0, [0], keys, -keys)
     assert np.array_equal(storage.read(0, [0]), [keys, -keys])
+
+
+# bfloat16: kept as uint16, rounded to the nearest
+
+
+def stored_bits(numbers):
+    storage = KVStorage(1, 1, 1, 1, len(numbers), "bfloat16")
+    storage.write(0, [0], numbers[None, None], numbers[None, None])
+    assert np.array_equal(storage.arrays["keys"], storage.arrays["values"])
+    return storage.arrays["keys"].ravel().tolist()
+
+
+@pytest.mark.parametrize(
+    "given, bits",
+    [
+        (0x3F800000, 0x3F80),  # 1
+        (0x3F808000, 0x3F80),  # half way: to the even one below
+        (0x3F818000, 0x3F82),  # half way: to the even one above
+        (0x3F808001, 0x3F81),
+        (0x3F807FFF, 0x3F80),
+        (0xBF818000, 0xBF82),
+        (0x80000000, 0x8000),  # −0
+        (0x00000001, 0x0000),
+        (0x0000C000, 0x0001),  # subnormal
+        (0x7F7F7FFF, 0x7F7F),  # the largest
+        (0x7F800000, 0x7F80),  # infinity that was given
+        (0xFF800000, 0xFF80),
+    ],
+)
+def test_bfloat16_rounds_to_the_nearest_and_ties_to_even(given, bits):
+    assert stored_bits(np.array([given], np.uint32).view(np.float32)) == [bits]
+
+
+@pytest.mark.parametrize("given", [0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0x7FC00000, 0xFF80FFFF])
+def test_nan_stays_nan_in_bfloat16(given):
+    (bits,) = stored_bits(np.array([given], np.uint32).view(np.float32))
+    assert bits & 0x7F80 == 0x7F80 and bits & 0x7F
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_float64_is_rounded_once_on_its_way_to_bfloat16(sign):
+    """A little above and below half way between 1 and the next: float32 would see exactly half way."""
+    half, hair = 1 + 2.0**-8, 2.0**-40
+    assert stored_bits(sign * np.array([half + hair, half, half - hair]))[0:] == [
+        bits | (0x8000 if sign < 0 else 0) for bits in (0x3F81, 0x3F80, 0x3F80)
+    ]
+    odd = 1 + 3 * 2.0**-8  # half way between 0x3F81 and 0x3F82
+    assert stored_bits(sign * np.array([odd - hair, odd])) == [
+        bits | (0x8000 if sign < 0 else 0) for bits in (0x3F81, 0x3F82)
+    ]
+
+
+def test_bfloat16_agrees_with_ml_dtypes_on_random_bits():
+    ml_dtypes = need_module("ml_dtypes", "onnx")
+    numbers = np.random.default_rng(3).integers(0, 2**32, 20000, np.uint64).astype(np.uint32).view(np.float32)
+    numbers = numbers[np.isfinite(numbers) & (np.abs(numbers) < 3.38e38)]
+    theirs = numbers.astype(ml_dtypes.bfloat16)
+    assert stored_bits(numbers) == theirs.view(np.uint16).tolist()
+    storage = KVStorage(1, 1, 1, 1, len(numbers), ml_dtypes.bfloat16)
+    assert storage.dtype == "bfloat16"
+    storage.write(0, [0], theirs[None, None], theirs[None, None])
+    assert np.array_equal(storage.read(0, [0])[0].ravel(), theirs.astype(np.float32))
+    plain = KVStorage(1, 1, 1, 1, len(numbers))
+    plain.write(0, [0], theirs[None, None], theirs[None, None])
+    assert np.array_equal(plain.read(0, [0])[1].ravel(), theirs.astype(np.float32))
+
+
+def test_what_bfloat16_cannot_hold_is_refused():
+    storage, keys = new_storage(dtype="bfloat16"), np.ones((1, HEADS, HEAD_DIM))
+    before = contents(storage)
+    storage.encode(keys * 3.3895e38, keys, (1,))
+    for values in (keys * 3.3999e38, keys * -1e300):
+        with pytest.raises(ValueError, match=r"values holds .*: bfloat16 ends at 3\.38953e\+38"):
+            storage.write(0, [0], keys, values)
+    assert contents(storage) == before
+
+
+# int8: a scale for each token and KV head
+
+
+def test_int8_loses_at_most_half_a_step_of_its_vectors_scale():
+    rng = np.random.default_rng(4)
+    storage = KVStorage(LAYERS, 4, 4, HEADS, 16, "int8", poison=True)
+    sizes = 10.0 ** rng.integers(-20, 20, (16, HEADS, 1))
+    keys, values = rng.standard_normal((2, 16, HEADS, 16)) * sizes
+    storage.write(1, range(16), keys, values)
+    for name, given, found in zip(("key_scales", "value_scales"), (keys, values), storage.read(1, range(16))):
+        scales = storage.arrays[name][1].reshape(16, HEADS)
+        np.testing.assert_allclose(scales, np.abs(given).max(axis=-1) / 127, 1e-6)
+        assert (np.abs(found - given) <= scales[..., None] * 0.5001).all()
+        assert (np.abs(found).max(axis=-1) <= np.abs(given).max(axis=-1) * 1.00001).all()
+    assert set(storage.arrays) == {"keys", "values", "key_scales", "value_scales"}
+    assert np.abs(storage.arrays["keys"].astype(int)).max() == 127
+
+
+def test_vectors_of_zeros_are_fine_in_int8():
+    storage = new_storage(dtype="int8")
+    zeros = np.zeros((1, HEADS, HEAD_DIM))
+    storage.write(0, [3], zeros, zeros)
+    assert np.array_equal(storage.read(0, [3]), [zeros, zeros])
+    storage.write(0, [3], zeros + 1e-45, zeros)  # the scale is no float32 any more
+    assert np.isfinite(storage.read(0, [3])).all()
+
+
+@pytest.mark.parametrize("number", [np.nan, np.inf, -np.inf, 1e39])
+def test_int8_refuses_what_is_not_finite_by_name(number):
+    storage = new_storage(dtype="int8")
+    before, keys = contents(storage), np.ones((2, HEADS, HEAD_DIM))
+    values = keys.copy()
+    values[1, 0, 0] = number
+    with pytest.raises(ValueError, match=r"values holds .*int8 keeps finite numbers only"):
+        storage.write(0, [0, 1], keys, values)
+    assert contents(storage) == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8"])
+def test_narrow_pages_are_poisoned_copied_and_moved_like_others(dtype):
+    storage = new_storage(dtype=dtype)
+    assert np.isnan(storage.read(0, range(16))).all()
+    fill(storage, range(4))
+    found = storage.read(1, range(4))
+    storage.copy_blocks([[0, 2, 3]])
+    assert np.array_equal(np.stack(storage.read(1, range(8, 11))), np.stack(found)[:, :3])
+    assert np.isnan(storage.read(1, [11])).all()
+    storage.set_page(3, storage.page(0))
+    assert np.array_equal(storage.read(1, range(12, 16)), found)
+    storage.poison([3], start=2)
+    assert np.isnan(storage.read(1, [14, 15])).all() and np.isfinite(storage.read(1, [12, 13])).all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 16])
+def test_scales_lie_at_whole_numbers_in_any_buffer(head_dim):
+    shape = (1, 1, 1, 1, head_dim)
+    memory = np.zeros(KVStorage(*shape, "int8").nbytes + 4, np.uint8)
+    storage = KVStorage(*shape, "int8", buffer=memory)
+    assert storage.nbytes == 2 * (head_dim + 4)
+    assert all(array.flags.aligned for array in storage.arrays.values())
+    vector = np.full((1, 1, head_dim), 2.0)
+    storage.write(0, [0], vector, -vector)
+    found = KVStorage(*shape, "int8", buffer=memory).read(0, [0])
+    np.testing.assert_allclose(found, [vector, -vector], 1e-6)
