@@ -40,7 +40,7 @@ class Format:
     def encode(self, name: str, vectors: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays to store for float vectors [..., head_dim]; refuses what the type cannot hold."""
         with np.errstate(over="ignore"):
-            stored = vectors.astype(self.dtype)
+            stored = vectors.astype(self.dtype, copy=False)  # put copies at once
         if self.dtype.itemsize < vectors.dtype.itemsize:
             _refuse_overflow(name, vectors, np.isinf(stored), str(self.dtype), np.finfo(self.dtype).max)
         return {name: stored}
