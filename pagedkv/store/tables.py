@@ -12,7 +12,8 @@ import numpy as np
 
 from ..allocator import whole_number
 from ..block_table import NOTHING, SeqId, as_ids
-from ..manager import BlockManager, Snapshot
+from ..manager import BlockManager
+from ..snapshot import Snapshot
 from .record import KEY_BYTES, Layout, check_key
 
 MAGIC = b"\x89pagedkv-tables\n"  # a reader finds the tables by them, whatever container they stand in
@@ -236,13 +237,15 @@ def _rebuilt_texts(snapshot: Snapshot, rows: list[int], length: np.ndarray, trus
     committed = np.minimum(snapshot.committed[rows], end)
     prompts = np.where(cut, np.minimum(snapshot.prompts[rows], length), snapshot.prompts[rows])
     known = np.maximum(committed, prompts)
-    sealed = committed // snapshot.block_size
     tokens = [
         part(snapshot.tokens, snapshot.token_indptr, row)[:n] for row, n in zip(rows, known, strict=True)
     ]
-    digests = [
-        part(snapshot.digests, snapshot.digest_indptr, row)[:n] for row, n in zip(rows, sealed, strict=True)
-    ]
+    digests = []
+    for i, row in enumerate(
+        rows
+    ):  # where only digests are known, those of the announced blocks stand there too
+        covered = committed[i] if len(tokens[i]) else known[i]
+        digests.append(part(snapshot.digests, snapshot.digest_indptr, row)[: covered // snapshot.block_size])
     texts = {"roots": snapshot.roots[rows], "committed": committed, "prompts": prompts}
     texts["tokens"], texts["token_indptr"] = _joined(tokens, snapshot.tokens, np.int64)
     texts["digests"], texts["digest_indptr"] = _joined(digests, snapshot.digests, np.int64)

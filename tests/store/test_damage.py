@@ -363,6 +363,30 @@ def test_a_flipped_bit_costs_every_sequence_that_uses_the_block(tmp_path, block,
     assert f"4 sequences on 6 pages, 1 damaged\n{report.losses[0]}" in str(report)
 
 
+@pytest.mark.parametrize("known", ["tokens", "block_hashes"])
+def test_only_what_is_whole_can_be_found_again(tmp_path, known):
+    """Blocks behind a damaged one are gone from the prefix cache too, whether tokens or only hashes are known."""
+    prompt = {"tokens": range(18)} if known == "tokens" else {"block_hashes": list("pqrs"), "num_tokens": 18}
+    path, cache = tmp_path / "s.npz", new_cache(12, 4, prefix_cache=True)
+    cache.add("a", **prompt)
+    cache.append("a", *all_layers(range(18)), 18)
+    cache.commit("a") if known == "tokens" else cache.commit("a", block_hashes=list("pqrs"))
+    save(cache, path)
+    for page, found in [(None, 16), (0, 0), (2, 8), (4, 16)]:
+        data = bytearray(path.read_bytes())
+        if page is not None:
+            data[Anatomy(path).pages[page].start + 77] ^= 1
+        damaged = path.with_name("damaged.npz")
+        damaged.write_bytes(data)
+        other = load(damaged, new_cache(12, 4, prefix_cache=True)).cache
+        check_invariants(other)
+        assert other.length("a") == (18 if page is None else 4 * page)
+        other.add("b", **prompt)
+        assert other.match("b") == found
+        other.free("a")
+        assert other.match("b") == found
+
+
 def test_a_checksum_does_not_tell_who_wrote_a_page(tmp_path):
     """Whoever changes a page and its checksum is believed: a CRC is no signature."""
     cache = wall()
