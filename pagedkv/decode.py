@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import nullcontext
+from copy import copy
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -75,7 +76,7 @@ class AttentionPlan:
         self._batch = _Batch(tables, lengths, counts, block_size, window)
         self._highest = self._batch.check_blocks()
         self._tasks: dict[int, list[Task]] = {}  # by the numbers in a key, all heads together
-        self._split: dict[tuple, tuple[list[list[Task]], int]] = {}  # by number of threads, too
+        self._split: dict[tuple, tuple[list[list[Task]], int]] = {}  # by the kind of pages
         self._laid: dict[tuple, list[Laid]] = {}  # by workspace, shape and lane
 
     def run(
@@ -113,11 +114,10 @@ class AttentionPlan:
         shape = Shape(
             storage.block_size, storage.num_kv_heads, query.shape[1] // storage.num_kv_heads, query.shape[2]
         )
-
         lanes, largest = self._lanes(storage)
 
         def compute(lane: int, workspace: Workspace) -> None:
-            key = (workspace, shape, storage.dtype, len(lanes), lane)
+            key = (workspace, shape, storage.dtype, lane)
             if key not in self._laid:  # the first layer lays out the views for all others
                 self._laid[key] = [Laid(task, shape, storage, workspace) for task in lanes[lane]]
             for laid in self._laid[key]:
@@ -130,21 +130,22 @@ class AttentionPlan:
         """How the batch is cut for pages of this shape."""
         width = storage.num_kv_heads * storage.head_dim
         if width not in self._tasks:
-            self._tasks[width] = self._batch.cut(width, self.share)
+            tasks = copy(self._batch).cut(width, self.share)
+            self._tasks[width] = sorted(tasks, key=lambda task: -task.cost)
         return self._tasks[width]
 
     def _lanes(self, storage: KVStorage) -> tuple[list[list[Task]], int]:
         """The tasks of each thread, longest first, always to the one that has least to do; the largest product."""
-        threads, tasks = self.threads, self.tasks(storage)
-        if threads is None:
-            key_bytes = storage.nbytes // (storage.num_layers * storage.num_blocks * storage.block_size)
-            keys = sum(task.cost for task in tasks)
-            threads = min(keys * key_bytes // PER_THREAD, available_threads())
-        threads = max(1, min(threads, len(tasks)))
-        key = threads, storage.num_kv_heads * storage.head_dim
+        key = storage.num_kv_heads, storage.head_dim, storage.dtype
         if key not in self._split:
-            lanes, loads = [[] for _ in range(threads)], [0] * threads
-            for task in sorted(tasks, key=lambda task: -task.cost):
+            tasks, threads = self.tasks(storage), self.threads
+            if threads is None:
+                key_bytes = storage.nbytes // (storage.num_layers * storage.num_blocks * storage.block_size)
+                threads = sum(task.cost for task in tasks) * key_bytes // PER_THREAD
+                threads = min(threads, available_threads()) if threads > 1 else 1
+            lanes = [[] for _ in range(max(1, min(threads, len(tasks))))]
+            loads = [0] * len(lanes)
+            for task in tasks:
                 least = loads.index(min(loads))
                 lanes[least].append(task)
                 loads[least] += task.cost

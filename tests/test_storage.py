@@ -346,7 +346,8 @@ def test_int8_loses_at_most_half_a_step_of_its_vectors_scale():
     sizes = 10.0 ** rng.integers(-20, 20, (16, HEADS, 1))
     keys, values = rng.standard_normal((2, 16, HEADS, 16)) * sizes
     storage.write(1, range(16), keys, values)
-    for name, given, found in zip(("key_scales", "value_scales"), (keys, values), storage.read(1, range(16))):
+    read = storage.read(1, range(16))
+    for name, given, found in zip(("key_scales", "value_scales"), (keys, values), read, strict=True):
         scales = storage.arrays[name][1].reshape(16, HEADS)
         np.testing.assert_allclose(scales, np.abs(given).max(axis=-1) / 127, 1e-6)
         assert (np.abs(found - given) <= scales[..., None] * 0.5001).all()
