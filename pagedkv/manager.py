@@ -461,9 +461,7 @@ class BlockManager(Observed):
             self.tables.put(self.tables.add(seq_id), indices[start:stop], length)
             self._texts[seq_id] = text
             if self.prefix_cache:
-                for block, link in zip(indices[start:stop].tolist(), text.links(), strict=False):
-                    if block != NOTHING:
-                        self.prefix_index.seal(block, link)
+                self._seal(indices[start:stop].tolist(), text)
         told = {"new": new[order], "evicted": evicted} if self.prefix_cache else {"new": new[order]}
         self._tell("restore", started, ids, told, free=self.num_free)
         return np.column_stack([old[order], new[order]]).astype(np.int32)
@@ -486,7 +484,7 @@ class BlockManager(Observed):
         after = start + tokens
         self._check_room(ids, unbegun, start, tokens, after)
         attached = [block for blocks in hits.values() for block in blocks]
-        revived = sum(self.allocator.ref_counts[block] == 0 for block in set(attached))
+        revived = np.count_nonzero(self.allocator.ref_counts[list(set(attached))] == 0) if attached else 0
         writers = ((start % self.block_size > 0) & (tokens > 0)).nonzero()[0]
         tails = self.tables.last(rows[writers])
         copies = self._must_copy(tails, attached)
@@ -607,6 +605,12 @@ class BlockManager(Observed):
             blocks |= {"hits": attached, "evicted": evicted}
             counts["hit_tokens"] = len(attached) * self.block_size
         self._tell("extend", started, plan.seq_ids, blocks, **counts)
+
+    def _seal(self, table: list[int], text: Text) -> None:
+        """Let the committed blocks of a sequence that was restored be found."""
+        for block, link in zip(table, text.links(), strict=False):
+            if block != NOTHING:
+                self.prefix_index.seal(block, link)
 
     def _release(self, blocks: np.ndarray) -> np.ndarray:
         """Give blocks back; those that can be found stay cached."""

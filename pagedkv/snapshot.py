@@ -85,7 +85,16 @@ class Snapshot:
                 texts.append(_text(*known, int(length), self.block_size, index))
             except ValueError as error:
                 raise ValueError(f"sequence {self.seq_ids[len(texts)]!r}: {error}") from None
+        self._check_shared_blocks(texts)
         return texts
+
+    def _check_shared_blocks(self, texts: list[Text]) -> None:
+        """ValueError for a block that belongs to two texts which say different things about it."""
+        said: dict[int, bytes] = {}
+        for seq_id, text, first in zip(self.seq_ids, texts, self.indptr, strict=False):
+            for block, link in zip(self.indices[int(first) :], text.links(), strict=False):
+                if block != NOTHING and said.setdefault(int(block), link.digest) != link.digest:
+                    raise ValueError(f"sequence {seq_id!r}: another text shares its block {block}")
 
 
 TEXT_ARRAYS = ("roots", "committed", "prompts", "token_indptr", "tokens", "digest_indptr", "digests")

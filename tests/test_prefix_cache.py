@@ -441,6 +441,17 @@ def test_a_text_that_does_not_fit_its_sequence_is_refused(changes, says):
         manager.restore(packed(**changes))
 
 
+def test_two_texts_that_share_a_block_must_agree_on_it():
+    source, target = (BlockManager(8, 4, prefix_cache=True) for _ in range(2))
+    for seq, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [6, 7, 8, 9, 10])):
+        source.add(seq, tokens=prompt), source.extend(seq, None), source.commit(seq)
+    taken = vars(source.snapshot())
+    assert taken["indices"].tolist() == [0, 1, 2, 3]
+    with refused(target, ValueError, "sequence 'b': another text shares its block 0"):
+        target.restore(Snapshot(**{**taken, "indices": np.array([0, 1, 0, 3])}))
+    target.restore(Snapshot(**taken))
+
+
 def test_a_snapshot_without_texts_has_none():
     taken = packed()
     bare = Snapshot(taken.block_size, taken.seq_ids, taken.indptr, taken.indices, taken.lengths)
