@@ -41,6 +41,18 @@ class SaveFailed(OSError):
 
 
 @contextlib.contextmanager
+def saying_what_failed(path: Path) -> Iterator[None]:
+    """What the disk refuses becomes a SaveFailed that names the file."""
+    try:
+        yield
+    except SaveFailed:
+        raise
+    except OSError as error:
+        reason = f"{error.strerror or error}; what was there before is untouched"
+        raise SaveFailed(error.errno, reason, str(path)) from error
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
     """A new file that takes the place of `path` in one step when the block ends well, even if the power fails.
 
@@ -48,7 +60,7 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     makes the new name last. Raises SaveFailed for what the disk refuses.
     """
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
+    with saying_what_failed(path):
         file = open(temporary, "x+b")  # noqa: SIM115  closed before it is renamed
         try:
             with file:
@@ -61,9 +73,6 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
             with contextlib.suppress(OSError):
                 temporary.unlink()
             raise
-    except OSError as error:
-        reason = f"{error.strerror or error}; what was there before is untouched"
-        raise SaveFailed(error.errno, reason, str(path)) from error
 
 
 def sync_folder(folder: Path) -> None:
@@ -86,8 +95,12 @@ def remove_abandoned(folder: Path, name: str = "*") -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, *, alone: bool) -> Iterator[None]:
-    """Wait for other processes that use a folder; readers may share it."""
-    with open(folder / ".lock", "ab") as file:
+    """Wait for other processes that use a folder. Readers may share it, and need not be able to write there."""
+    lock = folder / ".lock"
+    if not alone and not lock.exists():  # nobody ever wrote here
+        yield
+        return
+    with open(lock, "ab" if alone else "rb") as file:
         _lock(file, alone=alone, wait=True)
         yield
 
@@ -149,7 +162,8 @@ def _write_npz(file: BinaryIO, tables: Tables, chunks: Iterable[np.ndarray]) -> 
             member.write(start + description)
         with archive.open("pages.npy", "w", force_zip64=True) as member:
             member.write(pages_start)
-            assert file.tell() == pages_at, "zipfile wrote a header of another length"
+            if file.tell() != pages_at:
+                raise RuntimeError(f"zipfile wrote other headers than expected: {file.tell()}, {pages_at}")
             for records in chunks:
                 member.write(as_bytes(records))
         with archive.open("tables_again.npy", "w", force_zip64=True) as member:
@@ -228,8 +242,6 @@ class SnapshotFile:
     Args: path: a .npz or .h5 that `save` wrote, maybe damaged since.
     Raises: SnapshotError if there is none, or nothing of it can be understood.
     """
-
-    tier = "disk"
 
     def __init__(self, path: Path):
         try:

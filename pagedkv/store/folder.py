@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .files import Fill, filled_chunks, locked, remove_abandoned, replacing, sync_folder
+from .files import Fill, filled_chunks, locked, remove_abandoned, replacing, saying_what_failed, sync_folder
 from .record import FOREIGN, HEADER_BYTES, DamagedPage, Layout, Page, as_bytes, check_key
 from .tables import SnapshotError, Tables, find_tables, twice
 
@@ -24,8 +24,6 @@ class PageStore:
 
     Args: folder: made if it is missing; layout: what the pages look like, and whose they are.
     """
-
-    tier = "disk"
 
     def __init__(self, folder: str | Path, layout: Layout):
         self.folder, self.layout = Path(folder), layout
@@ -107,8 +105,9 @@ def write_folder(folder: Path, tables: Tables, fill: Fill) -> tuple[int, int]:
 
     Returns: pages and bytes that were written.
     """
-    store = PageStore(folder, tables.layout)
-    with locked(folder, alone=True):
+    with saying_what_failed(folder), contextlib.ExitStack() as stack:
+        store = PageStore(folder, tables.layout)
+        stack.enter_context(locked(folder, alone=True))
         digests: list[bytes] = []
         before = set(store.keys())
 

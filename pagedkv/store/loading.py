@@ -119,18 +119,15 @@ def _new_cache(tables: Tables) -> PagedKVCache:
             num_layers=kept.num_layers,
             dtype=kept.dtype,
         )
-    except ValueError as error:
+    except (ValueError, MemoryError) as error:
         raise SnapshotError(f"no cache can be like the one that was saved: {error}") from error
 
 
 def _check_layout(path: Path, saved: Layout, wanted: Layout) -> None:
     if saved != wanted:
         saved, wanted = saved.to_json(), wanted.to_json()
-        wrong = [
-            f"{name} is {saved[name]!r}, not {wanted[name]!r}"
-            for name in wanted
-            if saved[name] != wanted[name]
-        ]
+        names = [name for name in wanted if saved[name] != wanted[name]]
+        wrong = [f"{name} is {saved[name]!r}, not {wanted[name]!r}" for name in names]
         raise SnapshotError(f"{path} is of another model or layout: {'; '.join(wrong)}")
 
 

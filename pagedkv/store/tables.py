@@ -137,9 +137,7 @@ def _understood(text: bytes) -> Tables:
     try:
         fields = json.loads(text)
         if fields["version"] != VERSION:
-            raise SnapshotError(
-                f"version {fields['version']!r} of the format; version {VERSION} is known here"
-            )
+            raise SnapshotError(f"version {fields['version']!r} of the format; known is {VERSION}")
         return _checked(fields)
     except SnapshotError:
         raise
@@ -153,16 +151,15 @@ def _checked(fields: dict) -> Tables:
     num_pages = whole_number("num_pages", fields["num_pages"])
     if snapshot.indices.max(initial=NOTHING) >= num_pages:
         raise ValueError(f"page {snapshot.indices.max()} of {num_pages}")
-    BlockManager(max(1, num_pages), snapshot.block_size).restore(
-        snapshot
-    )  # a rehearsal: ValueError for nonsense
+    # A rehearsal in a pool of its own: whatever no pool can hold is a ValueError.
+    BlockManager(max(1, num_pages), snapshot.block_size).restore(snapshot)
     digests = fields["digests"] and tuple(map(bytes.fromhex, fields["digests"]))
     for digest in digests or ():
         check_key(digest)
     if digests is not None and len(digests) != num_pages:
         raise ValueError(f"{len(digests)} digests for {num_pages} pages")
     layout = Layout.from_json(fields["layout"])
-    if layout.block_size != snapshot.block_size:
+    if layout.block_size != snapshot.block_size or not layout.record.itemsize:
         raise ValueError(f"blocks of {layout.block_size} and of {snapshot.block_size}")
     return Tables(
         layout,
@@ -241,10 +238,10 @@ def _rebuilt_texts(snapshot: Snapshot, rows: list[int], length: np.ndarray, trus
         part(snapshot.tokens, snapshot.token_indptr, row)[:n] for row, n in zip(rows, known, strict=True)
     ]
     digests = []
-    for i, row in enumerate(
-        rows
-    ):  # where only digests are known, those of the announced blocks stand there too
-        covered = committed[i] if len(tokens[i]) else known[i]
+    for i, row in enumerate(rows):
+        covered = (
+            committed[i] if len(tokens[i]) else known[i]
+        )  # with digests alone, they cover the prompt too
         digests.append(part(snapshot.digests, snapshot.digest_indptr, row)[: covered // snapshot.block_size])
     texts = {"roots": snapshot.roots[rows], "committed": committed, "prompts": prompts}
     texts["tokens"], texts["token_indptr"] = _joined(tokens, snapshot.tokens, np.int64)

@@ -124,7 +124,7 @@ def test_a_full_disk_leaves_the_old_snapshot_and_says_so(path):
     assert sorted(file.name for file in path.parent.iterdir()) == before
 
 
-@pytest.mark.parametrize("name", ["missing/s.npz", "s.npz/s.npz"])
+@pytest.mark.parametrize("name", ["missing/s.npz", "s.npz/s.npz", "s.npz/checkpoint"])
 def test_a_folder_that_is_not_there_is_said(tmp_path, name):
     (tmp_path / "s.npz").write_bytes(b"old")
     with pytest.raises(SaveFailed, match=r"s\.npz"):

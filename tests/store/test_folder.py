@@ -1,5 +1,7 @@
 """The page store, and checkpoints that write only what is new."""
 
+import threading
+
 import numpy as np
 import pytest
 from pools import all_layers, new_cache
@@ -162,7 +164,22 @@ def test_a_refused_checkpoint_leaves_the_one_before(tmp_path, cache, monkeypatch
     assert load(path).seq_ids == ("a",)
 
 
-def test_a_folder_of_something_else_is_no_checkpoint(tmp_path):
+def test_a_folder_of_something_else_is_no_checkpoint_and_stays_as_it_was(tmp_path):
     (tmp_path / "folder").mkdir()
     with pytest.raises(SnapshotError, match="no checkpoint"):
         load(tmp_path / "folder")
+    assert list((tmp_path / "folder").iterdir()) == []
+
+
+def test_readers_wait_for_a_writer(tmp_path, cache):
+    fcntl = pytest.importorskip("fcntl", reason="there is no flock here")
+    path = tmp_path / "checkpoint"
+    save(cache, path)
+    with open(path / ".lock", "rb") as writer:
+        fcntl.flock(writer, fcntl.LOCK_EX)
+        reader = threading.Thread(target=load, args=(path,))
+        reader.start()
+        reader.join(0.3)
+        assert reader.is_alive()
+    reader.join(60)
+    assert not reader.is_alive()
