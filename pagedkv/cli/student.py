@@ -22,6 +22,11 @@ def add(commands) -> None:
         help="for graded work: other texts, block sizes and lengths in the questions by hand (0: the lessons' own)",
     )
     parser.add_argument(
+        "--nbgrader",
+        action="store_true",
+        help="write the teacher's version for nbgrader's source folder instead: with the solutions, marked",
+    )
+    parser.add_argument(
         "--force", action="store_true", help="replace copies that are there and may have been worked in"
     )
     parser.add_argument(
@@ -42,8 +47,11 @@ def run(options: argparse.Namespace) -> int:
         return complain("student", f"no lessons found: looked for {where}; say --lessons DIR", FAILED)
     if options.out.resolve() == folder.resolve():
         return complain("student", f"{options.out} holds the lessons themselves: say another folder", FAILED)
+    make = student.nbgrader_source if options.nbgrader else student.student_copy
     try:
-        written = student.write_copies(folder, options.out, variant=options.variant, over=options.force)
+        written = student.write_copies(
+            folder, options.out, variant=options.variant, over=options.force, make=make
+        )
     except FileExistsError as error:
         return complain("student", f"{error}; nothing was written (--force replaces them)", FAILED)
     except (OSError, ImportError) as error:

@@ -7,6 +7,7 @@ texts, stubs, checks and widgets stay as they are. Two copies of one lesson are 
 import ast
 import copy
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -85,8 +86,49 @@ def student_copy(lesson: Any, stem: str, variant: int = 0) -> Any:
     return nb
 
 
+def nbgrader_source(lesson: Any, stem: str, variant: int = 0) -> Any:
+    """A lesson as nbgrader's `source` folder wants it: each stub followed by its solution, each check worth a point.
+
+    `nbgrader generate_assignment` takes the solutions out again.
+
+    Args: as `student_copy`.
+    """
+    nb = student_copy(lesson, stem, variant)
+    solutions = {mark(cell, "solution"): cell.source for cell in lesson.cells}
+    asked = {exercise.name for exercise in exercises(lesson)}
+    for cell in nb.cells:
+        stub, check = mark(cell, "exercise"), mark(cell, "check")
+        if stub:
+            answer = variants.answer(stub, variant) if variant else None
+            by_hand = f"### BEGIN SOLUTION\nanswer = {answer!r}\n### END SOLUTION"
+            cell.source += f"\n\n\n{by_hand if answer else solutions[stub]}"
+            cell.metadata["nbgrader"] = _nbgrader(stub, grade=False)
+        elif check in asked:
+            cell.source = f"result = {cell.source.strip()}\nassert result.ok, result\nresult"
+            cell.metadata["nbgrader"] = _nbgrader(f"{check}_check", grade=True) | {"points": 1}
+            asked.remove(check)  # a second check cell of the same exercise would count twice
+    return nb
+
+
+def _nbgrader(grade_id: str, *, grade: bool) -> dict[str, Any]:
+    return {
+        "grade": grade,
+        "grade_id": grade_id,
+        "locked": grade,
+        "schema_version": 3,
+        "solution": not grade,
+        "task": False,
+    }
+
+
 def write_copies(
-    lessons: Path, out: Path, *, variant: int = 0, check: bool = False, over: bool = True
+    lessons: Path,
+    out: Path,
+    *,
+    variant: int = 0,
+    check: bool = False,
+    over: bool = True,
+    make: Callable[[Any, str, int], Any] = student_copy,
 ) -> list[Path]:
     """Write the copy of every lesson of a folder; files that hold it already are left alone.
 
@@ -96,12 +138,13 @@ def write_copies(
         variant: see `student_copy`.
         check: write nothing.
         over: replace copies that differ; if not, one such file is a FileExistsError and nothing is written.
+        make: `student_copy`, or `nbgrader_source`.
 
     Returns: the files that were written, or would be.
     """
     texts = {}
     for path in notebooks.lessons(lessons):
-        text = notebooks.dumps(student_copy(notebooks.read(path), path.stem, variant))
+        text = notebooks.dumps(make(notebooks.read(path), path.stem, variant))
         copied = out / path.name
         if not copied.exists() or copied.read_text("utf-8") != text:
             texts[copied] = text

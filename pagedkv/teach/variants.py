@@ -51,6 +51,10 @@ class FreeList:
             pool.release(tables[name])
         return pool.queue()
 
+    @property
+    def answer(self) -> tuple[list[int], list[int]]:
+        return self.free, self.free
+
     def question(self) -> tuple[str, str]:
         lives = ", ".join(f"{name} `{table}`" for name, table in self.tables.items())
         first, second = self.leaving
@@ -74,6 +78,10 @@ class Slots:
     def slots(self) -> list[int]:
         return slots_of(self.table, self.positions, self.block_size).tolist()
 
+    @property
+    def answer(self) -> list[int]:
+        return self.slots
+
     def question(self) -> tuple[str, str]:
         *some, last = map(str, self.positions)
         length = self.positions[-1] + 1
@@ -96,6 +104,10 @@ class SharedBlocks:
     def blocks(self, block_size: int) -> tuple[int, int]:
         """In use at the end: without sharing, and with it."""
         return story.answer_blocks(block_size, prompt=self.prompt, answers=self.answers, length=self.length)
+
+    @property
+    def answer(self) -> tuple[int, ...]:
+        return tuple(self.blocks(size)[1] for size in self.sizes)
 
     def question(self) -> tuple[str, str]:
         small, large = self.sizes
@@ -149,6 +161,12 @@ def question(exercise: str, variant: int) -> tuple[str, str] | None:
     """
     case = BY_HAND.get(exercise)
     return case(variant).question() if case else None
+
+
+def answer(exercise: str, variant: int) -> object | None:
+    """The right answer to a question by hand, or None where an exercise is the same in every variant."""
+    case = BY_HAND.get(exercise)
+    return case(variant).answer if case else None
 
 
 def _drawn(variant: int, lesson: int) -> tuple[np.random.Generator, Sequence[str]]:

@@ -68,3 +68,9 @@ def test_lab_opens_the_copies_and_the_lessons_when_asked(monkeypatch, tmp_path):
     assert copies[-1] == str(tmp_path / "exercises" / "00_start_here.ipynb")
     assert f"--ServerApp.root_dir={tmp_path}" in copies  # links from the copies to the lessons work
     assert lessons[-1] == str(tmp_path / "00_start_here.ipynb")
+
+
+def test_a_school_gets_the_version_with_marked_solutions(tmp_path):
+    assert cli.main(["student", str(tmp_path), "--nbgrader"]) == 0
+    text = (tmp_path / "02_block_allocator.ipynb").read_text("utf-8")
+    assert "### BEGIN SOLUTION" in text and '"grade_id": "release_check"' in text

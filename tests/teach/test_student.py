@@ -89,6 +89,20 @@ def test_a_variant_asks_otherwise_and_gives_no_hints(lesson):
     assert nb.metadata.pagedkv.variant == 2
 
 
+def test_a_source_for_nbgrader_has_the_marked_solution_and_a_check_that_fails(lesson):
+    nb = student.nbgrader_source(lesson, "03_small")
+    by_id = {cell.id: cell for cell in nb.cells}
+    stub, check = by_id["stub"], by_id["check"]
+    assert stub.source == "answer = ...\n\n\n### BEGIN SOLUTION\nanswer = [20, 24, 31, 0]\n### END SOLUTION"
+    assert (stub.metadata.nbgrader.solution, stub.metadata.nbgrader.grade) == (True, False)
+    assert check.source == "result = checks.slots_by_hand(answer)\nassert result.ok, result\nresult"
+    assert (check.metadata.nbgrader.locked, check.metadata.nbgrader.points) == (True, 1)
+    drawn = student.nbgrader_source(lesson, "03_small", 2)
+    assert f"answer = {variants.slots(2).slots}" in next(c.source for c in drawn.cells if c.id == "stub")
+    ids = [cell.metadata.nbgrader.grade_id for cell in nb.cells if "nbgrader" in cell.metadata]
+    assert ids == ["slots_by_hand", "slots_by_hand_check"]
+
+
 def test_an_exercise_without_a_check_is_an_error(lesson):
     lesson.cells = [cell for cell in lesson.cells if cell.id != "check"]
     with pytest.raises(ValueError, match="'slots_by_hand' in cell 'stub'"):
@@ -127,13 +141,7 @@ def test_the_committed_copies_are_current():
 
 @pytest.mark.parametrize("exercise", variants.BY_HAND)
 def test_variants_differ_and_their_answers_are_accepted(exercise):
-    right = {
-        "free_list": lambda case: (case.free, case.free),
-        "slots_by_hand": lambda case: case.slots,
-        "shared_blocks": lambda case: tuple(case.blocks(size)[1] for size in case.sizes),
-    }[exercise]
-    cases = [variants.BY_HAND[exercise](number) for number in range(12)]
-    answers = [right(case) for case in cases]
+    answers = [variants.answer(exercise, number) for number in range(12)]
     check = getattr(checks, exercise)
     try:
         for number, answer in enumerate(answers):
