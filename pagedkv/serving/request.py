@@ -78,7 +78,7 @@ class Request:
         return shared + self.width * (-(-self.most_tokens // block_size) - shared)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, repr=False)
 class SequenceGroup:
     """A request on its way: the sequences of its texts, which move in lockstep (Kwon et al. 2023, section 4.5).
 
@@ -110,6 +110,10 @@ class SequenceGroup:
         self.names = (request.id,) if request.width == 1 else several
         self.seq_ids = list(self.names)
         self.forget()
+
+    def __repr__(self) -> str:
+        counts = f"{self.computed} of {self.known} tokens computed, {self.written} written"
+        return f"SequenceGroup({self.request.id!r}, {self.place}: {counts})"
 
     @property
     def active(self) -> list[SeqId]:

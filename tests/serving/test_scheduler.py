@@ -72,6 +72,14 @@ def test_a_request_joins_a_running_batch_and_leaves_it_without_the_others_waitin
     assert server.manager.seq_ids == []
 
 
+def test_a_group_tells_how_far_it_has_come():
+    server = Server(4, token_budget=6)
+    group = server.add("a", 8, new=2)
+    assert repr(group) == "SequenceGroup('a', waiting: 0 of 8 tokens computed, 0 written)"
+    server.steps(2)
+    assert repr(group) == "SequenceGroup('a', running: 8 of 9 tokens computed, 1 written)"
+
+
 def test_the_last_token_is_chosen_but_never_run():
     server = Server(2)
     server.add("a", 4, new=5)  # 8 positions fill both blocks; the ninth token needs none
