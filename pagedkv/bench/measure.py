@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 SETTLE = 0.02  # seconds of calls that do not count, at every visit
+STEADY = 0.1  # the same for several threads: after an idle gap they run at one of two speeds
 SPIN = 0.03  # seconds until threads that have no work go to sleep
 TOLERANCE = 2e-6  # of the largest |V|: what float32 sums may be off
 TIMED = 2e-3  # seconds that a visit should at least measure
@@ -65,8 +66,10 @@ def interleave(
     return {name: np.array(taken) for name, taken in samples.items()}
 
 
-def _visit(variant: Variant, num_layers: int, repeats=1, first=0, settle=SETTLE) -> float:
+def _visit(variant: Variant, num_layers: int, repeats=1, first=0, settle: float | None = None) -> float:
     """Seconds per call of one variant, after calls that do not count."""
+    if settle is None:
+        settle = SETTLE if variant.threads == 1 else STEADY
     with limited_threads(variant.threads):
         ready = time.perf_counter() + settle
         while True:

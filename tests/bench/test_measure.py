@@ -125,6 +125,7 @@ def test_a_ratio_is_taken_round_by_round():
     nan = np.nan
     assert ratio(np.array([2.0, nan, 40.0]), np.array([1.0, 5.0, 20.0])) == 2
     assert ratio(np.array([2.0, 2.0, 30.0]), np.array([1.0, 1.0, 1.0])) == 2
+    assert ratio(np.array([2.0, 40.0, 6.0]), np.array([1.0, 20.0, 4.0])) == 2  # the medians alone say 1.5
     assert np.isnan(ratio(np.array([nan, 1.0]), np.array([1.0, nan])))
 
 

@@ -25,7 +25,8 @@ def tiny(monkeypatch):
 
 
 def test_a_quick_run_writes_everything(tiny, tmp_path, capsys):
-    arguments = ["--quick", "--shapes", "a", *SMALL, "--block-sizes", "4,16", "--head-dims", "8,16"]
+    peers = ["--peers", "numpy-padded,paged-ungrouped"]  # nothing to group in this shape: for the beams only
+    arguments = ["--quick", "--shapes", "a", *SMALL, *peers, "--block-sizes", "4,16", "--head-dims", "8,16"]
     assert cli.main(["bench", *arguments, "--beam-widths", "1,2", "--out", str(tmp_path / "out")]) == 0
     printed = capsys.readouterr()
     assert printed.err == ""
@@ -35,6 +36,7 @@ def test_a_quick_run_writes_everything(tiny, tmp_path, capsys):
     assert [p["block_size"] for p in read["sweeps"]["block_sizes"]] == [4, 16]
     assert [p["head_dim"] for p in read["sweeps"]["head_dims"]] == [8, 16]
     assert {p["width"] for p in read["sweeps"]["beam_widths"]} == {1, 2}
+    assert {p["peer"] for p in read["sweeps"]["beam_widths"]} == {"paged", "paged-ungrouped"}
     assert {"kernels_a.png", "linear.png", "block_sizes.png"} <= {
         f.name for f in (tmp_path / "out").iterdir()
     }
