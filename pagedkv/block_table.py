@@ -139,19 +139,17 @@ class BlockTables:
 
     def add(self, seq_id: SeqId) -> int:
         """Register a sequence of length 0; returns its row."""
-        if not self._vacant:
-            self._add_rows()
-        row = self._vacant.pop()
-        self._row_of[seq_id] = row
+        row = self._row_for(seq_id)
         self._touch(row)
         return row
 
     def fork(self, parent: int, seq_ids: Iterable[SeqId]) -> None:
         """Register sequences whose rows are copies of row `parent`."""
-        rows = [self.add(seq_id) for seq_id in seq_ids]
+        rows = [self._row_for(seq_id) for seq_id in seq_ids]
         held = self.num_entries(parent)
         self._entries[rows, :held] = self._entries[parent, :held]
         self._lengths[rows] = self._lengths[parent]
+        self._touch(rows)
 
     def remove(self, seq_id: SeqId) -> None:
         """Forget a sequence; its row becomes vacant."""
@@ -191,13 +189,19 @@ class BlockTables:
         self._touch(row)
         return left[left != NOTHING]
 
+    def _row_for(self, seq_id: SeqId) -> int:
+        if not self._vacant:
+            self._add_rows()
+        row = self._row_of[seq_id] = self._vacant.pop()
+        return row
+
     def _row(self, seq_id: SeqId) -> int:
         try:
             return self._row_of[seq_id]
         except (KeyError, TypeError):
             raise KeyError(f"no sequence {seq_id!r}: never added, or freed already") from None
 
-    def _touch(self, rows: np.ndarray | int) -> None:
+    def _touch(self, rows: np.ndarray | list[int] | int) -> None:
         self._changes += 1
         self._versions[rows] = self._changes
 
