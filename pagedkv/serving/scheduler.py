@@ -453,18 +453,15 @@ class Scheduler(Observed):
         """Let the blocks that a step has filled be found by other prompts."""
         if not self._manager.prefix_cache:
             return
-        announced, tokens, hashes, size = [], {}, {}, self.pool.block_size
+        tokens, hashes, size = {}, {}, self.pool.block_size
         for chunk in step.chunks:
             group = self._groups[chunk.request_id]
             start, stop = chunk.start, group.computed
             if group.request.prompt is not None:
                 tokens |= {seq_id: group.tokens(seq_id, start, stop) for seq_id in chunk.seq_ids}
-            elif not chunk.decode:
-                announced += chunk.seq_ids
             elif filled := group.hashes(start // size, stop // size, size):
-                hashes[chunk.seq_ids[0]] = filled
+                hashes[chunk.seq_ids[0]] = filled  # the others, if any, were forked behind them
         tokens = {seq_id: row for seq_id, row in tokens.items() if len(row)}
-        self.pool.commit(announced)
         self.pool.commit([*tokens], [*tokens.values()])
         self.pool.commit([*hashes], block_hashes=[*hashes.values()])
 

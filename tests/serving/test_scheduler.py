@@ -544,6 +544,19 @@ def test_a_cancelled_step_is_computed_again():
     server.check()
 
 
+def test_after_a_cancelled_step_blocks_are_found_under_their_own_hashes():
+    server = Server(12, prefix_cache=True, token_budget=8)
+    server.add("a", 12, new=9, block_hashes=[1, 2, 3, 4])
+    server.scheduler.cancel(server.scheduler.schedule())
+    server.steps(1)
+    server.scheduler.cancel(server.scheduler.schedule())
+    server.steps(9)
+    assert server.scheduler.unfinished == 0
+    for hashes, found in (([1, 2, 3, 4, 5], 16), ([2, 3, 4, 5, 6], 0), ([1, 2, 4, 5, 6], 8)):
+        seq = server.manager.add(block_hashes=hashes, num_tokens=20)
+        assert server.manager.match(seq) == found
+
+
 # --- repeats
 
 
