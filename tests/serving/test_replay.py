@@ -51,6 +51,11 @@ def test_lru_touches_a_prompt_head_first():
     assert list(replay._blocks) == [4, 1, 2]
 
 
+def test_lru_forgets_what_was_not_used_for_longest():
+    replay = LRUReplay(4, 2)
+    assert rates(replay, [request([k]) for k in (1, 2, 1, 3, 1)])[0] == 2 / 5  # 3 pushed out 2
+
+
 def test_the_manager_releases_the_tail_first_so_that_beginnings_survive():
     replay = ManagerReplay(4, 3, count="ids")
     feed_all([request([1, 2, 3]), request([4]), request([1, 2])], [replay])
@@ -80,8 +85,9 @@ def test_an_answer_that_the_trace_knows_is_found_by_the_next_turn():
 
 def test_requests_that_exceed_the_pool_are_counted_and_find_nothing():
     replay = ManagerReplay(4, 2)
-    feed_all([request([1, 2, 3]), request([1]), request([1, 2], output=2)], [replay])
-    assert (replay.hits.too_long, replay.hits.requests, replay.hits.blocks) == (2, 3, 6)
+    two = [request([1, 2]), request([1, 2], output=2)]  # 8 tokens, and 9: an answer's last token is never run
+    feed_all([request([1, 2, 3]), request([1]), *two], [replay])
+    assert (replay.hits.too_long, replay.hits.requests, replay.hits.blocks) == (2, 4, 8)
     assert replay.manager.num_free == 2
 
 
@@ -231,6 +237,14 @@ def test_swapping_computes_less_again():
 def test_requests_longer_than_the_pool_are_counted():
     result = replays.serve(arrivals(5), 4, 4)
     assert (result.finished, result.too_long, result.ttft) == (0, 5, (0.0, 0.0, 0.0))
+
+
+def test_what_a_trace_does_not_tell_of_an_answer_is_the_requests_own():
+    """A request that was preempted may find its own blocks again, and nobody else's."""
+    a, b = replays.as_requests([request([1], prompt=6, output=8)] * 2, 4)
+    assert [len(r.block_hashes) for r in (a, b)] == [3, 3]  # 13 tokens are written
+    assert set(a.block_hashes) & set(b.block_hashes) == {1}
+    assert next(replays.as_requests([TraceRequest(1, 0.0, 6, 8)], 4)).block_hashes is None
 
 
 def test_a_rate_gives_times_to_a_trace_without_them():
