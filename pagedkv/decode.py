@@ -265,12 +265,12 @@ class _Batch:
         positions = first[:, None] * size + np.arange(blocks * size)  # [runs, tokens]
         missing = (positions >= lengths) | (positions < self.start[rows, None])
         positions[missing] = HIDDEN
-        holes = np.flatnonzero(missing)
+        holes = _as_slice(np.flatnonzero(missing)) if missing.any() else None
         taken = self.tables[rows[:, None], entries]
-        return Piece(members, taken, 0, blocks * size, column, True, holes if holes.size else None), positions
+        return Piece(members, taken, 0, blocks * size, column, True, holes), positions
 
-    def _query_rows(self, rows: np.ndarray) -> np.ndarray:
-        return (self.rows[rows, None] + np.arange(self.asked[rows[0]])).ravel()
+    def _query_rows(self, rows: np.ndarray) -> slice | np.ndarray:
+        return _as_slice((self.rows[rows, None] + np.arange(self.asked[rows[0]])).ravel())
 
     def _hidden(self, keys: np.ndarray, queries: np.ndarray) -> np.ndarray | None:
         """What queries may not see: bool [members, 1, queries, last columns] for positions [members, …]."""
@@ -359,6 +359,12 @@ class _Batch:
                 positions[i, column : column + stop - begin] = np.arange(begin, stop)
         hidden = self._hidden(positions, self.first[rows, None] + np.arange(n))
         return Task(self._query_rows(rows), members, n, positions.shape[1], tuple(pieces), hidden)
+
+
+def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
+    """The same, but as a slice where they are consecutive: NumPy is faster with those."""
+    first, end = int(indices[0]), int(indices[0]) + len(indices)
+    return slice(first, end) if (indices == np.arange(first, end)).all() else indices
 
 
 class _Family:

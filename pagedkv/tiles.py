@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     tokens: int  # of each run
     column: int  # of the scores, where the keys begin
     each: bool = False  # one run for each member
-    holes: np.ndarray | None = None  # intp: which of the gathered slots hold no key that may be seen
+    holes: slice | np.ndarray | None = None  # which of the gathered slots hold no key that may be seen
 
 
 class Task(NamedTuple):

@@ -423,6 +423,28 @@ def test_what_lies_in_unfilled_slots_never_matters(rng, dtype):
         assert_array_equal(out, outs[0])
 
 
+def test_a_run_has_the_same_products_beside_others_and_alone(rng, small_tasks):
+    """Short sequences longer than a tile, gathered together or by itself: the same bits."""
+    cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (8, 7, 5, 7)], 2, rng)
+    query, plan = random_query(rng, 4, 6, 8), cache.plan(ids)
+    assert [members for members, _ in tasks_of(plan, cache)] == [2, 2]
+    batch = cache.attend(0, query, plan)
+    for i, seq_id in enumerate(ids):
+        assert_array_equal(cache.attend(0, query[i : i + 1], cache.plan(seq_id)), batch[i : i + 1])
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_what_an_earlier_task_left_in_the_workspace_never_matters(rng, small_tasks, share):
+    cache, ids = family_tree(rng, 4, [(None, 16), (0, 30), (0, 1), (None, 5), (None, 33)])
+    counts, query = [1, 1, 1, 3, 1], random_query(rng, 7, 6, 8)
+    plan = cache.plan(ids, counts, share=share)
+    clean = assert_exact(cache, ids, counts, query, plan)
+    for workspace in decode._idle:
+        for memory in workspace._memory.values():
+            memory.view(np.uint8)[...] = 0xFF  # NaN, as a float32
+    assert_array_equal(cache.attend(0, query, plan), clean)
+
+
 def test_float16_infinities_and_nan_are_seen_as_such(rng):
     cache, (a,) = cached([random_sequence(rng, 20, 2, 8)], 4, rng, dtype="float16")
     query = random_query(rng, 1, 4, 8)
