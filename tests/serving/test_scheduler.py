@@ -652,7 +652,7 @@ def test_what_is_not_known_of_a_text_is_computed_behind_what_is():
     """A simulation knows a prompt, not the answer: the answer finds nothing in the cache, but has its place."""
     server = Server(8, prefix_cache=True)
     server.scheduler.add(Request("a", num_tokens=10, block_hashes=[1, 2], max_new_tokens=9))
-    server.scheduler.add(Request("d", num_tokens=10, block_hashes=[3, 4], max_new_tokens=9))
+    group = server.scheduler.add(Request("d", num_tokens=10, block_hashes=[3, 4], max_new_tokens=9))
     server.steps(3)
     while not server.step()[0].preempted:
         pass
@@ -660,6 +660,23 @@ def test_what_is_not_known_of_a_text_is_computed_behind_what_is():
         pass
     assert work(step) == {"d": (8, 3)}  # of the 11 that are known by their hashes 8 were found
     assert work(server.step()[0]) == {"d": (11, 6)}
+    assert group.hits == 0  # when it came, nothing was found
+
+
+def test_salts_and_adapters_keep_blocks_apart():
+    server = Server(20, prefix_cache=True)
+    for name, apart, found in (
+        ("a", {"cache_salt": "x"}, 0),
+        ("b", {"cache_salt": "x"}, 8),
+        ("c", {"cache_salt": "y"}, 0),
+        ("d", {"cache_salt": "x", "adapter": "z"}, 0),
+        ("e", {}, 0),
+        ("f", {}, 8),
+    ):
+        for kind in ({"prompt": NIGHT}, {"num_tokens": 10, "block_hashes": [1, 2]}):
+            group = server.scheduler.add(Request(name, **kind, **apart))
+            server.step()
+            assert (group.place, group.hits) == ("done", found), name
 
 
 # --- events

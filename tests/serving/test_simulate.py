@@ -20,6 +20,18 @@ def test_one_request_by_hand():
     assert (result.steps, result.events, result.prefill_tokens, result.decode_tokens) == (5, 2, 100, 4)
 
 
+def test_a_preempted_request_by_hand():
+    """Three fill the pool; the last gives way after its first token and goes on when the others have finished."""
+    requests = [Request(name, num_tokens=8, max_new_tokens=5) for name in "abc"]
+    result = simulate(requests, BlockManager(6, 4), StepTime(1.0, 0.0), watermark=0.0)
+    assert result.ids == ["a", "b", "c"]
+    assert result.ttft.tolist() == [1, 1, 1]
+    assert result.latency.tolist() == [5, 5, 9]
+    assert result.tpot.tolist() == [1, 1, 2]
+    assert result.preemptions.tolist() == [0, 0, 1]
+    assert (result.prefill_tokens, result.recomputed_tokens, result.decode_tokens) == (24 + 9, 8, 4 + 4 + 3)
+
+
 def test_a_request_that_could_never_fit_is_refused_and_counted():
     requests = [Request("big", num_tokens=100), Request("small", num_tokens=10)]
     result = simulate(requests, BlockManager(4, 4), StepTime())
