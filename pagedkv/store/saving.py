@@ -109,9 +109,7 @@ def save(
                 some = slice(first, first + len(records))
                 _read_pages(cache.storage, blocks[some], filled[some], records)
                 told(first + len(records))
-                cache._check_current(
-                    snapshot.seq_ids, versions
-                )  # tables and pages are of one moment, or nothing
+                cache._check_current(snapshot.seq_ids, versions)  # tables and pages of one moment, or nothing
 
             written, num_bytes = write(path, tables, fill)
     manager._tell("save", started, snapshot.seq_ids, pages=written, bytes=num_bytes)
@@ -150,9 +148,8 @@ def filled_slots(snapshot: Snapshot, num_pages: int) -> np.ndarray:
     for row, length in enumerate(snapshot.lengths.tolist()):
         pages = part(snapshot.indices, snapshot.indptr, row)
         there = np.flatnonzero(pages != NOTHING)
-        np.maximum.at(
-            filled, pages[there], np.minimum(length - there * snapshot.block_size, snapshot.block_size)
-        )
+        tokens = np.minimum(length - there * snapshot.block_size, snapshot.block_size)
+        np.maximum.at(filled, pages[there], tokens)
     return filled
 
 
