@@ -587,7 +587,13 @@ class Frame:
     def notes(self) -> dict[int, str]:
         """What the event did to which block."""
         notes: dict[int, str] = {}
-        for role, word in (("shared", "shared"), ("new", "new"), ("freed", "freed")):
+        for role, word in (
+            ("shared", "shared"),
+            ("hits", "hit"),
+            ("new", "new"),
+            ("evicted", "evicted"),  # its old text was given up for a new one
+            ("freed", "freed"),
+        ):
             notes |= dict.fromkeys(self._ids(role), word)
         return notes | {new: f"copy of {old}" for old, new in self.copies}
 

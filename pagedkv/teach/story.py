@@ -2,7 +2,7 @@
 
 Lessons start from these states and speak of these numbers; tests/teach/test_story.py asserts each number against
 the engine. The start states: `one_question`, `three_requests`, `four_answers`, `diverged`, `at_the_wall`,
-`preempted`, `second_wall`, `shuffled`.
+`preempted`, `second_wall`, `shuffled`, `three_prompts`, `everybody_left`.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,11 +35,19 @@ class TextPool:
     Leaving sequences release their last block first, as in every BlockManager: night frees 2, 1, 0, and the
     next block taken is 2. (Lessons 02 and 03 call `release([0, 1, 2])` on an allocator: the next is 0.)
 
-    Args: poison: mark the slots of freed blocks, which otherwise keep their letters.
+    Args: poison: mark the slots of freed blocks, which otherwise keep their letters; prefix_cache: let a text that
+        is added find the blocks that it begins with.
     """
 
-    def __init__(self, num_blocks: int = NUM_BLOCKS, block_size: int = BLOCK_SIZE, *, poison: bool = False):
-        self.manager = BlockManager(num_blocks, block_size)
+    def __init__(
+        self,
+        num_blocks: int = NUM_BLOCKS,
+        block_size: int = BLOCK_SIZE,
+        *,
+        poison: bool = False,
+        prefix_cache: bool = False,
+    ):
+        self.manager = BlockManager(num_blocks, block_size, prefix_cache=prefix_cache)
         self.letters = pages.Letters(num_blocks, block_size, poison=poison)
         self.history = pages.History(self.manager, self.letters)
         self.manager.observers.append(self.history)
@@ -51,12 +59,15 @@ class TextPool:
 
     def add(self, name: SeqId, text: str = "") -> None:
         """Register a sequence and write its text. PoolExhausted if it does not fit; it is not registered then."""
-        self.manager.add(name)
+        self.manager.add(name, tokens=tokens(text))
         try:
-            self.append({name: text})
+            reservation = self.manager.extend(name, None)
         except Exception:
             self.manager.free(name)
             raise
+        self.letters.write(reservation.slots, text[reservation.start[0] :])
+        if self.manager.prefix_cache:
+            self.manager.commit(name)
 
     def append(self, texts: Mapping[SeqId, str]) -> Reservation:
         """Let sequences go on, all in one batch: {"a": ",", "b": "!"}. All of them, or PoolExhausted and none.
@@ -66,6 +77,8 @@ class TextPool:
         reservation = self.manager.extend(list(texts), [len(text) for text in texts.values()])
         self.letters.copy_blocks(reservation.copies)
         self.letters.write(reservation.slots, "".join(texts.values()))
+        if self.manager.prefix_cache:
+            self.manager.commit(list(texts), [tokens(text) for text in texts.values()])
         return reservation
 
     def fork(self, parent: SeqId, children: int | Iterable[SeqId] = 1) -> list[SeqId]:
@@ -87,6 +100,13 @@ class TextPool:
     def table(self, name: SeqId) -> list[int]:
         """The block ids of one sequence."""
         return self.manager.block_tables([name])[0].tolist()
+
+    def match(self, text: str) -> int:
+        """Letters of a text that stand in the cache already; touches nothing."""
+        name = self.manager.add(tokens=tokens(text))
+        found = self.manager.match(name)
+        self.manager.free(name)
+        return found
 
     def read(self, name: SeqId) -> str:
         """What a sequence says, read through its table."""
@@ -119,6 +139,11 @@ class TextPool:
         if self.letters.poisoned:
             self.letters.poison(freed)
         return freed
+
+
+def tokens(text: str) -> list[int]:
+    """A token per character: its code."""
+    return [ord(letter) for letter in text]
 
 
 # ---- start states ------------------------------------------------------------------------------------------
@@ -191,6 +216,22 @@ def second_wall(*, poison: bool = False) -> TextPool:
     pool = preempted(poison=poison)
     for letter in "ow ":
         pool.append(dict.fromkeys("abc", letter))
+    return pool
+
+
+def three_prompts() -> TextPool:
+    """With a prefix cache: night [0,1,2], day [0,3], morrow [0,4,5]; block 0 is computed once, two are free."""
+    pool = TextPool(prefix_cache=True)
+    for name, text in REQUESTS.items():
+        pool.add(name, text)
+    return pool
+
+
+def everybody_left() -> TextPool:
+    """The three have left in their order: all eight blocks are free, and 1, 3, 4, 0 are cached."""
+    pool = three_prompts()
+    for name in REQUESTS:
+        pool.free(name)
     return pool
 
 
@@ -281,6 +322,9 @@ def tokens_left(pool: TextPool, damaged_block: int) -> dict[SeqId, int]:
 
 # 06: block size -> blocks of four answers of 40 characters, unshared and shared
 ANSWER_BLOCKS = {1: (200, 170), 2: (100, 85), 4: (52, 46), 8: (28, 25), 16: (16, 16)}
+
+# 07: who has nothing in common with the three, and needs seven blocks
+STRANGER = "To be, or not to be: that"
 
 # 08: name, prompt, tokens to write, step of arrival; with a pool of 8 blocks three of them have to give way.
 EVENING = (

@@ -57,6 +57,22 @@ def draw(n: int, seed: int, *, maximum: int | None = None) -> tuple[np.ndarray, 
         percent[too_long] = 100 * random.random((too_long.sum(), 2))
 
 
+def chats(n: int, seed: int, **options) -> list[tuple[list[int], list[int]]]:
+    """Turns of n conversations with an assistant, in the order in which they arrive.
+
+    Each prompt repeats what was said before in its conversation, and all begin with the same instructions
+    (`pagedkv.serving.synthetic` states what the lengths are matched to, and takes the options).
+
+    Returns: tokens of the prompt and of the answer, per turn.
+    """
+    from ..serving.synthetic import conversations  # only here: lessons before 08 draw lengths alone
+
+    return [
+        (list(turn.ids[: turn.prompt]), list(turn.ids[turn.prompt :]))
+        for turn in conversations(n, seed, **options)
+    ]
+
+
 def first_turns(lines: Iterable[str]) -> np.ndarray:
     """Prompt and output lengths of conversations' first turns, from the lines of the trace: int64 [n, 2].
 

@@ -321,6 +321,17 @@ def test_letters_written_after_an_event_belong_to_its_frame():
     assert frames[4].notes == {3: "copy of 2"}
 
 
+def test_what_was_found_and_what_was_given_up_is_noted():
+    pool = story.everybody_left()
+    pool.add("again", story.NIGHT)
+    assert pool.history.frames[-2].notes == {0: "hit", 1: "hit", 5: "new"}
+    pool.free("again")
+    pool.add("stranger", story.STRANGER)
+    assert pool.history.frames[-2].notes == {5: "new", 2: "new", 6: "new", 7: "new"} | dict.fromkeys(
+        [3, 4, 1], "evicted"
+    )
+
+
 def test_frames_do_not_change_when_the_pool_goes_on():
     pool = story.four_answers()
     before = repr(pool.history.frames[-1].strip)

@@ -236,6 +236,51 @@ def test_06_blocks_of_four_answers(block_size, blocks):
     assert tuple(200 - manager.num_free for manager in (unshared, shared)) == blocks
 
 
+# 07
+
+
+def test_07_three_prompts_share_block_0():
+    pool = story.three_prompts()
+    assert tables_of(pool, story.REQUESTS) == [[0, 1, 2], [0, 3], [0, 4, 5]]
+    assert [pool.read(name) for name in story.REQUESTS] == list(story.REQUESTS.values())
+    assert pool.owners() == [3, 1, 1, 1, 1, 1, 0, 0]
+    assert pool.num_free == 2
+
+
+def test_07_hits_are_whole_blocks_and_leave_the_last_token():
+    pool = story.three_prompts()
+    assert [pool.match(text) for text in (story.DAY, story.NIGHT, story.TWICE)] == [4, 8, 8]
+    assert repr(pool) == repr(story.three_prompts())
+    pool.add("again", story.DAY)
+    assert (pool.table("again"), pool.num_free) == ([0, 6], 1)
+
+
+def test_07_everybody_left_and_nothing_is_lost():
+    pool = story.everybody_left()
+    assert pool.manager.allocator.queue() == [5, 2, 6, 7, 1, 3, 4, 0]
+    assert (pool.num_free, pool.manager.allocator.num_cached) == (8, 4)
+    assert pool.match(story.NIGHT) == 8
+    pool.add("night", story.NIGHT)
+    assert (pool.table("night"), pool.read("night")) == ([0, 1, 5], story.NIGHT)
+
+
+def test_07_a_stranger_leaves_only_what_was_shared_last():
+    pool = story.everybody_left()
+    pool.add("stranger", story.STRANGER)
+    assert pool.table("stranger") == [5, 2, 6, 7, 1, 3, 4]
+    assert pool.read("stranger") == story.STRANGER
+    assert [pool.match(text) for text in (*story.REQUESTS.values(), story.TWICE)] == [4] * 4
+    pool.free("stranger")
+    pool.add("all", "?" * 32)
+    assert pool.match(story.NIGHT) == 0
+
+
+def test_07_answers_become_findable_too():
+    pool = story.three_prompts()
+    pool.append({"night": ", "})
+    assert pool.match(story.TWICE) == 12
+
+
 # 08
 
 

@@ -85,3 +85,13 @@ def test_a_count_that_is_none_is_refused(n):
 def test_a_maximum_that_no_request_can_keep_is_refused():
     with pytest.raises(ValueError, match="maximum must be a whole number of at least 64, got 63"):
         traffic.draw(1, seed=0, maximum=63)
+
+
+def test_chats_repeat_what_was_said_and_begin_alike():
+    turns = traffic.chats(20, seed=1)
+    assert turns == traffic.chats(20, seed=1) != traffic.chats(20, seed=2)
+    said = [prompt + answer for prompt, answer in turns]
+    later = [prompt for prompt, _ in turns if any(prompt[: len(text)] == text for text in said)]
+    assert len(turns) - len(later) == 20  # all but the first of each conversation
+    assert len({tuple(prompt[:128]) for prompt, _ in turns}) == 1
+    assert all(prompt and answer for prompt, answer in turns)
