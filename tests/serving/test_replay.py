@@ -83,6 +83,12 @@ def test_an_answer_that_the_trace_knows_is_found_by_the_next_turn():
     assert rates(ManagerReplay(4, 8), [turn, after]) == (2 / 5, 8 / 18)
 
 
+def test_an_answers_last_token_fills_no_block():
+    turn = TraceRequest(1, 0.0, 6, 2, range(8), 1, 8)  # 7 tokens are written: one block
+    after = TraceRequest(2, 0.0, 12, 3, range(15), 1, 15)
+    assert rates(ManagerReplay(4, 8), [turn, after]) == (1 / 5, 4 / 18)
+
+
 def test_requests_that_exceed_the_pool_are_counted_and_find_nothing():
     replay = ManagerReplay(4, 2)
     two = [request([1, 2]), request([1, 2], output=2)]  # 8 tokens, and 9: an answer's last token is never run
