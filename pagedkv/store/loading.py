@@ -13,7 +13,7 @@ from ..snapshot import Snapshot
 from .files import SnapshotFile, locked
 from .folder import SnapshotFolder
 from .record import Layout
-from .recovery import commit_again, computable, compute_again
+from .recovery import computable, compute_again
 from .saving import Loss, Progress, Report, counting_failures, filled_slots, model_name, showing, token_rows
 from .tables import SnapshotError, Tables, part, rebuilt
 
@@ -78,7 +78,7 @@ def _load(path, into, seq_ids, name, model, tokens, progress) -> Report:
         damaged = _damaged(source, pages, stack.enter_context(showing(progress, "verifying", len(pages))))
         again = {} if model is None else computable(tables, damaged, known)
         snapshot, losses = _cut(tables.snapshot, damaged, again)
-        with cache._lock:
+        with cache._lock:  # nobody looks at the restored blocks before their pages are there
             pairs = cache.manager.restore(snapshot)
             try:
                 filled = filled_slots(snapshot, tables.num_pages)
@@ -88,7 +88,6 @@ def _load(path, into, seq_ids, name, model, tokens, progress) -> Report:
                     spans = [(row, n * size, n * size + int(filled[p])) for p, (row, n) in again.items()]
                     texts = [known.get(seq_id, []) for seq_id in ids]
                     compute_again(cache, cache.manager.block_tables(ids), spans, model, texts)
-                    commit_again(cache, tables.snapshot, snapshot)
             except BaseException:
                 _give_back(cache, snapshot.seq_ids, pairs[:, 1])
                 raise
@@ -144,17 +143,15 @@ def _damaged(source, pages: list[int], told: Callable[[int], None]) -> dict[int,
 
 
 def _cut(snapshot: Snapshot, damaged: dict[int, str], again: Mapping) -> tuple[Snapshot, tuple[Loss, ...]]:
-    """The snapshot without damaged pages and what follows them; those in `again` may stay, but count as new."""
-    lengths, trusted, losses = {}, {}, []
+    """The snapshot without damaged pages and what follows them; those in `again` stay, to be computed."""
+    lengths, losses = {}, []
     for row, saved in enumerate(snapshot.lengths.tolist()):
         for entry, page in enumerate(part(snapshot.indices, snapshot.indptr, row).tolist()):
-            if page in damaged:
-                trusted.setdefault(row, entry * snapshot.block_size)
-                if page not in again:
-                    lengths[row] = kept = entry * snapshot.block_size
-                    losses.append(Loss(snapshot.seq_ids[row], saved, kept, page, damaged[page]))
-                    break
-    return rebuilt(snapshot, range(len(snapshot.seq_ids)), lengths, trusted), tuple(losses)
+            if page in damaged and page not in again:
+                lengths[row] = kept = entry * snapshot.block_size
+                losses.append(Loss(snapshot.seq_ids[row], saved, kept, page, damaged[page]))
+                break
+    return rebuilt(snapshot, range(len(snapshot.seq_ids)), lengths), tuple(losses)
 
 
 def _fill(

@@ -8,7 +8,6 @@ from ..allocator import whole_numbers_below
 from ..block_table import NOTHING, SeqId, slots_of
 from ..cache import PagedKVCache
 from ..decode import AttentionPlan
-from ..snapshot import Snapshot
 from .saving import filled_slots
 from .tables import Tables, part
 
@@ -59,14 +58,3 @@ def compute_again(
             return plan.run(layer, q, cache.storage)
 
         model.decode(text, positions, attend)
-
-
-def commit_again(cache: PagedKVCache, before: Snapshot, now: Snapshot) -> None:
-    """What had been final before damage and recovery is final again."""
-    if before.committed is None:
-        return
-    for row, seq_id in enumerate(now.seq_ids):
-        start, stop = int(now.committed[row]), min(int(before.committed[row]), int(now.lengths[row]))
-        tokens = part(before.tokens, before.token_indptr, row)[start:stop]
-        if start < stop and len(tokens) == stop - start:
-            cache.manager.commit(seq_id, tokens)

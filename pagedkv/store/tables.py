@@ -5,7 +5,7 @@ import json
 import mmap
 import struct
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -204,18 +204,9 @@ def part(items: np.ndarray, indptr: np.ndarray, row: int) -> np.ndarray:
     return items[indptr[row] : indptr[row + 1]]
 
 
-def rebuilt(
-    snapshot: Snapshot,
-    rows: Sequence[int],
-    lengths: dict[int, int] | None = None,
-    trusted: dict[int, int] | None = None,
-) -> Snapshot:
-    """Some rows of a snapshot, some of them shorter.
-
-    Args: lengths: row -> its new length, a whole number of blocks; trusted: row -> how many of its tokens may still
-        count as committed, though it keeps its length.
-    """
-    lengths, trusted = lengths or {}, trusted or {}
+def rebuilt(snapshot: Snapshot, rows: Sequence[int], lengths: Mapping[int, int] | None = None) -> Snapshot:
+    """Some rows of a snapshot, some of them shorter: `lengths` has whole numbers of blocks, by row."""
+    lengths = lengths or {}
     length = np.array([lengths.get(row, int(snapshot.lengths[row])) for row in rows], np.int64)
     entries = -(-length // snapshot.block_size)
     tables = [part(snapshot.indices, snapshot.indptr, row)[:n] for row, n in zip(rows, entries, strict=True)]
@@ -223,15 +214,14 @@ def rebuilt(
     changed = {"indptr": indptr, "indices": indices, "lengths": length}
     changed["seq_ids"] = tuple(snapshot.seq_ids[row] for row in rows)
     if snapshot.committed is not None:
-        changed |= _rebuilt_texts(snapshot, list(rows), length, trusted)
+        changed |= _rebuilt_texts(snapshot, list(rows), length)
     return replace(snapshot, **changed)
 
 
-def _rebuilt_texts(snapshot: Snapshot, rows: list[int], length: np.ndarray, trusted: dict[int, int]) -> dict:
+def _rebuilt_texts(snapshot: Snapshot, rows: list[int], length: np.ndarray) -> dict:
     """What is known of the texts of some rows; a row that was cut forgets what was announced behind its end."""
     cut = length < snapshot.lengths[rows]
-    end = np.minimum(length, [trusted.get(row, int(length[i])) for i, row in enumerate(rows)])
-    committed = np.minimum(snapshot.committed[rows], end)
+    committed = np.minimum(snapshot.committed[rows], length)
     prompts = np.where(cut, np.minimum(snapshot.prompts[rows], length), snapshot.prompts[rows])
     known = np.maximum(committed, prompts)
     tokens = [
