@@ -280,6 +280,37 @@ def test_a_fork_of_a_prompt_that_is_not_begun_begins_by_itself():
     check_invariants(manager)
 
 
+def test_after_a_reorder_each_text_goes_on_by_itself():
+    manager = BlockManager(8, 4, prefix_cache=True)
+    for seq in "ab":
+        manager.add(seq), manager.extend(seq, 3), manager.commit(seq, [1, 2, 3])
+    manager.reorder(["a", "b"], [0, 0])
+    manager.extend(["a", "b"]), manager.commit(["a", "b"], [4, 5])
+    for last in (4, 5):
+        found = manager.add(tokens=[1, 2, 3, last, 0])
+        assert manager.match(found) == 4
+    check_invariants(manager)
+
+
+def test_a_reset_begins_a_new_window_of_the_statistics():
+    manager = BlockManager(8, 4, prefix_cache=True)
+    for seq in "ab":
+        manager.add(seq, tokens=range(5)), manager.extend(seq, None), manager.commit(seq)
+    manager.free(["a", "b"])
+    assert manager.prefix_stats.hit_rate == 0.4
+    assert manager.reset_prefix_cache() and manager.prefix_stats.hit_rate == 0
+    assert manager.prefix_stats.total_hits == 4
+
+
+def test_a_text_that_begins_by_hashes_goes_on_by_hashes():
+    manager = BlockManager(8, 4, prefix_cache=True)
+    manager.add("a"), manager.extend("a", 9), manager.commit("a", block_hashes=["x"])
+    with refused(manager, ValueError, "known by block_hashes, not by tokens"):
+        manager.commit("a", [1, 2])
+    manager.commit("a", block_hashes=["y"])
+    assert manager.is_cached([0, 1, 2]).tolist() == [True, True, False]
+
+
 # Events
 
 
