@@ -90,6 +90,18 @@ def test_killed_while_saving_leaves_the_old_or_the_new_snapshot(path):
     assert left == []
 
 
+def test_bytes_reach_the_disk_before_their_name_and_the_name_before_save_returns(path, monkeypatch):
+    """SIGKILL cannot show this, for the kernel lives on; a power failure would."""
+    calls, sync, move = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: (calls.append("sync"), sync(file))[1])
+    monkeypatch.setattr(os, "replace", lambda *names: (calls.append("rename"), move(*names))[1])
+    save(wall(), path)
+    if path.is_file():
+        assert calls == ["sync", "rename", "sync"]
+    else:  # six pages and the folder, then the tables and the folder
+        assert calls == ["sync", "rename"] * 6 + ["sync"] + ["sync", "rename", "sync"]
+
+
 # A full disk
 
 SAVE_IN_LITTLE_ROOM = """
