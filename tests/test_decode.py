@@ -369,6 +369,14 @@ def test_one_sequence_in_two_groups_reads_each_shared_run_once(rng, small_tasks)
     assert_exact(cache, ids, [1] * 5, query, plan)
 
 
+def test_a_prefix_that_is_not_worth_a_gather_is_read_with_the_longer_one_behind_it(rng, small_tasks):
+    """All begin with one block, three of them with eleven: these read the first one, too."""
+    cache, ids = family_tree(rng, 2, [(None, 3), (0, 20), (1, 2), (1, 3)])
+    plan, query = cache.plan(ids), random_query(rng, 4, 4, 8)
+    assert sorted(members for members, _ in tasks_of(plan, cache)) == [1, 3]
+    assert_exact(cache, ids, [1] * 4, query, plan)
+
+
 def test_tails_of_a_family_that_are_long_are_read_one_by_one(rng, small_tasks):
     cache, ids = family_tree(rng, 4, [(None, 16), (0, 30), (0, 1)])
     plan, query = cache.plan(ids), random_query(rng, 3, 4, 8)
@@ -443,6 +451,17 @@ def test_what_an_earlier_task_left_in_the_workspace_never_matters(rng, small_tas
         for memory in workspace._memory.values():
             memory.view(np.uint8)[...] = 0xFF  # NaN, as a float32
     assert_array_equal(cache.attend(0, query, plan), clean)
+
+
+@pytest.mark.parametrize("length", [30, 3000])
+def test_what_lies_in_front_of_the_window_never_matters(rng, length):
+    cache, ids = cached([random_sequence(rng, length, 2, 64)], 16, rng)
+    query = random_query(rng, 1, 4, 64)
+    plan = cache.plan(ids, window=length - 5)
+    before = cache.attend(0, query, plan)
+    slots = slots_of(cache.block_tables(ids)[0], np.arange(5), 16)
+    cache.storage.write(0, slots, *np.full((2, 5, 2, 64), np.nan))
+    assert_array_equal(cache.attend(0, query, plan), before)
 
 
 def test_float16_infinities_and_nan_are_seen_as_such(rng):
