@@ -13,13 +13,17 @@ from numpy.typing import ArrayLike
 from .allocator import whole_number
 from .attention import check_batch, check_block, check_rows, check_shapes, checked_options
 from .storage import KVStorage, as_floats
-from .tiles import PRODUCT, TILE, Laid, Piece, Shape, Task, Workspace
+from .tiles import PRODUCT, TILE, Laid, Piece, Shape, Split, Task, Workspace
 
 CHUNK = 1 << 19  # numbers that one call gathers: 2 MB in float32, so that they stay in a cache
 SHORT = (
     1 << 17
 )  # numbers up to which a sequence is gathered with others; longer ones pay for calls of their own
-ROUND = 32  # short sequences are padded to multiples of so many keys, or of a quarter of their length
+PART = (
+    128  # keys of a part: short sequences are cut into parts of one length, half of it where keys are small
+)
+PARTS = 1 << 18  # numbers of all parts that one call gathers
+MOST_ASKED = 32  # queries of a short sequence
 SCORES = 1 << 17  # of a task, per query head; more queries are cut into several tasks
 MOST_QUERIES, LEAST_QUERIES = (
     128,
@@ -190,29 +194,19 @@ class _Batch:
 
     def cut(self, width: int, share: bool) -> list[Task]:
         """Tasks that cover every query that sees a key; width: numbers in a key, which say what is short."""
+        self.width = width
         self.short, self.chunk = SHORT // width, max(TILE, CHUNK // width)  # keys
         rest, tasks = np.flatnonzero(self.asked), []
         if share:
             families, rest = self._families(rest)
             tasks += [task for family in families for task in self._together(family)]
-        spans = -(-self.lengths[rest] // self.block_size) - self.start[rest] // self.block_size
-        alike: dict[tuple[int, int], list[int]] = {}
-        for row, queries, span in zip(rest.tolist(), self.asked[rest].tolist(), spans.tolist(), strict=True):
-            blocks = self._padded(span)
-            if blocks * self.block_size <= self.short and queries <= ROUND:
-                alike.setdefault((queries, blocks), []).append(row)
-            else:
-                tasks += self._alone(row)
-        for (_, blocks), rows in alike.items():
-            many = max(1, self.chunk // (blocks * self.block_size))
-            for i in range(0, len(rows), many):
-                tasks.append(self._side_by_side(np.array(rows[i : i + many]), blocks))
+        short = self.lengths[rest] - self.start[rest] <= self.short
+        short &= self.asked[rest] <= MOST_ASKED
+        for row in rest[~short].tolist():
+            tasks += self._alone(row)
+        for queries in np.unique(self.asked[rest[short]]).tolist():
+            tasks += self._side_by_side(rest[short & (self.asked[rest] == queries)])
         return tasks
-
-    def _padded(self, blocks: int) -> int:
-        """Blocks that stand for so many: by a sequence's own length, whoever else is in the batch."""
-        step = max(1, ROUND // self.block_size, 1 << max(0, blocks.bit_length() - 3))
-        return -(-blocks // step) * step
 
     def _alone(self, row: int) -> list[Task]:
         """One sequence, some of its queries at a time."""
@@ -241,20 +235,27 @@ class _Batch:
             )
         return tuple(pieces)
 
-    def _side_by_side(self, rows: np.ndarray, blocks: int) -> Task:
-        """Short sequences, padded to one length: a run of keys for each."""
-        piece, positions = self._runs(
-            rows, self.start[rows] // self.block_size, blocks, slice(0, len(rows)), 0
-        )
-        n = int(self.asked[rows[0]])
-        return Task(
-            self._query_rows(rows),
-            len(rows),
-            n,
-            piece.tokens,
-            (piece,),
-            self._hidden(positions, self.first[rows, None] + np.arange(n)),
-        )
+    def _side_by_side(self, rows: np.ndarray) -> list[Task]:
+        """Short sequences, cut into parts of one length: what is computed depends on a sequence's own parts only."""
+        size, n = self.block_size, int(self.asked[rows[0]])
+        blocks = max(1, (PART if self.width > PART // 2 else PART // 2) // size)  # of a part
+        begin = self.start[rows] // size
+        counts = -(-(-(-self.lengths[rows] // size) - begin) // blocks)  # parts of each sequence
+        task_of = np.cumsum(counts) * blocks * size // min(SCORES // n, 4 * self.chunk)
+        if task_of[-1] > task_of[0]:
+            return [task for i in np.unique(task_of) for task in self._side_by_side(rows[task_of == i])]
+        first = np.cumsum(counts) - counts
+        whole = np.repeat(np.arange(len(rows)), counts)  # [parts]
+        begin = begin[whole] + (np.arange(len(whole)) - first[whole]) * blocks
+        of, pieces, positions = rows[whole], [], np.empty((len(whole), blocks * size), np.int64)
+        many = max(1, PARTS // (self.width * blocks * size))
+        for i in range(0, len(whole), many):
+            part = slice(i, min(i + many, len(whole)))
+            piece, positions[part] = self._runs(of[part], begin[part], blocks, part, 0)
+            pieces.append(piece)
+        hidden = self._hidden(positions, self.first[of, None] + np.arange(n))
+        split = Split(whole, first, self._query_rows(rows))
+        return [Task(self._query_rows(of), len(whole), n, blocks * size, tuple(pieces), hidden, split)]
 
     def _runs(self, rows, first, blocks: int, members: slice, column: int) -> tuple[Piece, np.ndarray]:
         """So many blocks of each sequence from its block `first` on, and the positions [runs, tokens] of the keys."""

@@ -30,6 +30,14 @@ class Piece(NamedTuple):
     holes: slice | np.ndarray | None = None  # which of the gathered slots hold no key that may be seen
 
 
+class Split(NamedTuple):
+    """Members that are parts of sequences, side by side: which belong together, for their softmax and their sum."""
+
+    whole: np.ndarray  # intp [members]  the sequence that each belongs to, from 0 on
+    first: np.ndarray  # intp [sequences]  the first member of each
+    rows: slice | np.ndarray  # of the query, sequence after sequence
+
+
 class Task(NamedTuple):
     """Queries whose scores stand together, for one softmax: one sequence, several short ones, or a shared prefix."""
 
@@ -39,6 +47,7 @@ class Task(NamedTuple):
     width: int  # columns of scores
     pieces: tuple[Piece, ...]
     hidden: np.ndarray | None = None  # bool [members, 1, queries, the last columns]: what a query may not see
+    split: Split | None = None  # where members are parts of sequences
 
     @property
     def cost(self) -> int:
@@ -168,8 +177,9 @@ class Laid:
     def __init__(self, task: Task, shape: Shape, storage: KVStorage, workspace: Workspace):
         m, n, kv, group = task.members, task.queries, shape.kv_heads, shape.group
         rows = group * n
-        padded = rows if rows == 1 else -(-rows // ROWS) * ROWS
+        padded = rows if rows <= 2 else -(-rows // ROWS) * ROWS
         self.task, self.format = task, storage.format
+        self.rows = task.rows if task.split is None else task.split.rows
         self.q = workspace.array("queries", (kv, m, padded, shape.head_dim))
         self.out = workspace.array("outputs", (kv, m, padded, shape.head_dim))
         self.scores = workspace.array("scores", (kv, m, padded, task.width))
@@ -179,17 +189,18 @@ class Laid:
             self.q[:, :, rows:],
         )
         by_query = (kv, m, group, n, -1)
-        self.given, self.found = (
-            array[:, :, :rows].reshape(by_query).transpose(1, 3, 0, 2, 4) for array in (self.q, self.out)
-        )  # [members, queries, kv_heads, group, head_dim]
+        self.given = _by_query(self.q[:, :, :rows], n)
         self.maskable = None
         if task.hidden is not None:
             self.maskable = self.asked.reshape(by_query)[..., -task.hidden.shape[-1] :]
         self.gathers = [Gather(piece, self, shape, storage, workspace) for piece in task.pieces]
-        first = self.gathers[0].products
-        self.at_once = len(self.gathers) == len(first) == 1 and len(first[0].part) == len(first[0].out)
+        products = [gather.products for gather in self.gathers]
+        self.at_once = task.split is not None or (
+            len(products) == len(products[0]) == 1 and len(products[0][0].part) == len(products[0][0].out)
+        )
         if self.at_once:  # nothing to add up
-            first[0] = first[0]._replace(part=first[0].out)
+            for some in products:
+                some[:] = [product._replace(part=product.out) for product in some]
 
     def run(
         self,
@@ -219,12 +230,17 @@ class Laid:
             scores *= soft_cap
         if self.maskable is not None:
             np.copyto(self.maskable, -np.inf, where=self.task.hidden)  # a select: adding to NaN would keep it
+        split = self.task.split
         peak = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=LOWEST)  # −inf − −inf would be NaN
-        scores -= peak  # [kv_heads, members, group · queries, 1]
+        if split is not None:
+            peak = np.maximum.reduceat(peak, split.first, axis=1)
+        scores -= peak if split is None else peak[:, split.whole]  # [kv_heads, members, group · queries, 1]
         np.exp(scores, out=scores)
         total = np.add.reduce(
             scores, axis=-1, keepdims=True, initial=TINY
         )  # 0 / 0, too; 1 and more stay the same
+        if split is not None:
+            total = np.add.reduceat(total, split.first, axis=1)
         if lse is not None:
             self._log_sum_exp(total, peak, lse)
         if self.format.factor != 1:
@@ -239,11 +255,17 @@ class Laid:
                 np.matmul(p.scores, p.values, out=p.part)
                 if not self.at_once:
                     p.out[...] += p.part if len(p.part) == len(p.out) else np.add.reduce(p.part, axis=0)
-        self.answered /= total
-        out[rows] = self.found.reshape(-1, *out.shape[1:])
+        found = self.answered if split is None else np.add.reduceat(self.answered, split.first, axis=1)
+        found /= total
+        out[self.rows] = _by_query(found, self.task.queries).reshape(-1, *out.shape[1:])
 
     def _log_sum_exp(self, total: np.ndarray, peak: np.ndarray, lse: np.ndarray) -> None:
         found = np.log(total, dtype=np.float64) + peak  # [kv_heads, members, group · queries, 1]
         found[total == TINY] = -np.inf
-        by_query = found.reshape(*self.found.shape[2:3], self.task.members, -1, self.task.queries)
-        lse[self.task.rows] = by_query.transpose(1, 3, 0, 2).reshape(-1, lse.shape[1])
+        lse[self.rows] = _by_query(found, self.task.queries).reshape(-1, lse.shape[1])
+
+
+def _by_query(array: np.ndarray, queries: int) -> np.ndarray:
+    """[kv_heads, members, group · queries, n] seen as [members, queries, kv_heads, group, n]."""
+    kv, members, rows, n = array.shape
+    return array.reshape(kv, members, rows // queries, queries, n).transpose(1, 3, 0, 2, 4)

@@ -267,9 +267,22 @@ def tasks_of(plan, cache):
 def small_limits():
     """Limits that small sequences reach: chunks of 16 keys, short up to 12, tiles of 4, tasks of 6 queries …"""
     width = 2 * 8
-    limits = {"CHUNK": 16 * width, "SHORT": 12 * width, "ROUND": 4, "SCORES": 200, "LEAST_SHARED": 8}
+    limits = {
+        "CHUNK": 16 * width,
+        "SHORT": 12 * width,
+        "PART": 4,
+        "PARTS": 12 * width,
+        "SCORES": 200,
+        "LEAST_SHARED": 8,
+    }
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in {**limits, "MOST_QUERIES": 6, "LEAST_QUERIES": 2, "TILE": 4}.items():
+        for name, value in {
+            **limits,
+            "MOST_QUERIES": 6,
+            "MOST_ASKED": 4,
+            "LEAST_QUERIES": 2,
+            "TILE": 4,
+        }.items():
             patch.setattr(decode, name, value)
         patch.setattr(tiles, "TILE", 4)
         patch.setattr(tiles, "PRODUCT", 4 * 4 * 8)
@@ -391,10 +404,13 @@ def test_members_that_have_no_room_for_their_scores_are_split(rng, small_tasks):
     assert_exact(cache, ids, [1] * 9, random_query(rng, 9, 4, 8), plan)
 
 
-def test_short_sequences_are_read_together_and_padded_by_their_own_length(rng, small_tasks):
+def test_short_sequences_are_read_together_in_parts_of_one_length(rng, small_tasks):
     cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (3, 4, 1, 5, 12, 13)], 2, rng)
     kinds = sorted(tasks_of(cache.plan(ids), cache))
-    assert kinds == [(1, [(1, 1)]), (1, [(1, 1)]), (1, [(1, 1)]), (3, [(3, 3)])]
+    assert kinds == [
+        (1, [(1, 1)]),
+        (8, [(3, 3), (3, 3), (2, 2)]),
+    ]  # 13 is too long; the others have 1, 1, 1, 2, 3
 
 
 def test_a_task_stays_within_the_memory_that_was_promised(rng):
@@ -407,6 +423,18 @@ def test_a_task_stays_within_the_memory_that_was_promised(rng):
     assert max(piece.blocks.size for task in tasks for piece in task.pieces) * 64 * 128 <= 1 << 19
     behind = AttentionPlan(np.arange(200)[None], [200 * 64], 64, 9000, window=100).tasks(storage)
     assert max(task.width for task in behind) <= 128 + 100  # nobody gathers what no query of a task sees
+
+
+def test_many_short_sequences_are_several_tasks(rng, small_tasks):
+    """Each sequence in one of them; 4 chunks of 16 keys at most, or the last sequence's parts more."""
+    lengths = [12, 3, 9, 1, 12, 12, 6, 8, 2, 12, 11, 5]
+    cache, ids = cached([random_sequence(rng, n, 2, 8) for n in lengths], 2, rng)
+    plan, query = cache.plan(ids), random_query(rng, len(ids), 4, 8)
+    tasks = plan.tasks(cache.storage)
+    assert sum(len(task.split.first) for task in tasks) == len(ids)
+    assert len(tasks) == 2
+    assert max(task.members * task.width for task in tasks) <= 64 + 12
+    assert_exact(cache, ids, [1] * len(ids), query, plan)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -431,11 +459,11 @@ def test_what_lies_in_unfilled_slots_never_matters(rng, dtype):
         assert_array_equal(out, outs[0])
 
 
-def test_a_run_has_the_same_products_beside_others_and_alone(rng, small_tasks):
-    """Short sequences longer than a tile, gathered together or by itself: the same bits."""
+def test_a_part_has_the_same_products_beside_others_and_alone(rng, small_tasks):
+    """Short sequences, gathered together or by itself: the same bits."""
     cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (8, 7, 5, 7)], 2, rng)
     query, plan = random_query(rng, 4, 6, 8), cache.plan(ids)
-    assert [members for members, _ in tasks_of(plan, cache)] == [2, 2]
+    assert [members for members, _ in tasks_of(plan, cache)] == [8]
     batch = cache.attend(0, query, plan)
     for i, seq_id in enumerate(ids):
         assert_array_equal(cache.attend(0, query[i : i + 1], cache.plan(seq_id)), batch[i : i + 1])
