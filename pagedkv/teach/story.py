@@ -12,6 +12,7 @@ import numpy as np
 
 from ..allocator import BlockAllocator
 from ..block_table import SeqId, slots_of
+from ..cache import PagedKVCache
 from ..manager import BlockManager, Reservation
 from . import pages
 
@@ -309,15 +310,28 @@ def answer_blocks(
     return unshared, unshared - (answers - 1) * (prompt // block_size)
 
 
-def tokens_left(pool: TextPool, damaged_block: int) -> dict[SeqId, int]:
-    """09: the tokens that each sequence keeps when one page cannot be read: all before that page."""
+def tokens_left(pool: TextPool, *damaged_blocks: int) -> dict[SeqId, int]:
+    """09: the tokens that each sequence keeps when pages cannot be read: all before the first of them."""
     size = pool.manager.block_size
-    return {
-        name: pool.table(name).index(damaged_block) * size
-        if damaged_block in pool.table(name)
-        else pool.manager.length(name)
-        for name in pool.manager.seq_ids
-    }
+    left = {}
+    for name in pool.manager.seq_ids:
+        hit = [place for place, block in enumerate(pool.table(name)) if block in damaged_blocks]
+        left[name] = hit[0] * size if hit else pool.manager.length(name)
+    return left
+
+
+def in_a_cache(pool: TextPool) -> PagedKVCache:
+    """09: the same sequences in the package's cache; the key and the value of a token are its letter's code.
+
+    Blocks are numbered anew, in the order in which the tables name them.
+    """
+    manager, letters = pool.manager, pool.letters
+    cache = PagedKVCache(manager.num_blocks, manager.block_size, 1, 1)
+    for old, new in cache.manager.restore(manager.snapshot()).tolist():
+        codes = [ord(letter) for letter in letters.block(old) if letter != pages.UNFILLED]
+        for array in cache.storage.arrays.values():
+            array[0, new, : len(codes), 0, 0] = codes
+    return cache
 
 
 # 06: block size -> blocks of four answers of 40 characters, unshared and shared
@@ -336,3 +350,6 @@ EVENING = (
 )
 EVENING_GIVES_WAY = ((1, "morrow", 3), (9, "lord", 4), (18, "even", 3))  # step, who, blocks that come free
 EVENING_MS = (269, 251, 214, 276, 297)  # mean time to be done with a watermark of 0, 1, 2, 3 and 4 blocks
+
+# 09: entries of the four tables at the wall, and pages that they name
+SNAPSHOT = (12, 6)

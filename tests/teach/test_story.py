@@ -319,7 +319,7 @@ def test_08_the_evening_who_gives_way_and_when_all_are_done():
 
 def test_09_a_snapshot_at_the_wall_has_12_entries_and_6_pages():
     snapshot = story.at_the_wall().manager.snapshot()
-    assert (len(snapshot.indices), len(set(snapshot.indices.tolist()))) == (12, 6)
+    assert (len(snapshot.indices), len(set(snapshot.indices.tolist()))) == story.SNAPSHOT == (12, 6)
 
 
 @pytest.mark.parametrize(
@@ -328,6 +328,24 @@ def test_09_a_snapshot_at_the_wall_has_12_entries_and_6_pages():
 )
 def test_09_what_a_damaged_page_costs(damaged, left):
     assert list(story.tokens_left(story.at_the_wall(), damaged).values()) == left
+
+
+@pytest.mark.parametrize(("damaged", "left"), [((2, 4), [12, 8, 12, 8]), ((3, 1), [4] * 4), ((), [12] * 4)])
+def test_09_the_first_damaged_page_counts(damaged, left):
+    assert list(story.tokens_left(story.at_the_wall(), *damaged).values()) == left
+
+
+def test_09_a_sequence_keeps_its_half_page_if_that_is_whole():
+    assert list(story.tokens_left(story.preempted(), 2).values()) == [12, 13, 13]
+
+
+@pytest.mark.parametrize("pool", [story.one_question(), story.at_the_wall(), story.preempted()])
+def test_09_a_cache_says_what_the_pool_says(pool):
+    cache = story.in_a_cache(pool)
+    for name in pool.manager.seq_ids:
+        for array in cache.gather(0, name):
+            assert "".join(chr(int(code)) for code in array.ravel()) == pool.read(name)
+    assert cache.num_free == pool.num_free
 
 
 def test_10_counters_at_the_wall():
