@@ -133,18 +133,15 @@ class KeyChain(PredictFirst):
         """The cached text and the prompt as HTML; None: nothing is changed."""
         looked = self._looked(position, letter, other_salt)
         rows = [_row([_head("block", "row"), *(_head(str(i), "col") for i in range(len(looked)))])]
-        for name, cells in self._rows(looked, position).items():
-            rows.append(
-                _row(
-                    [
-                        _head(name, "row"),
-                        *(
-                            _cell(html.escape(cell), self._style(name, at))
-                            for cell, at in zip(cells, looked, strict=True)
-                        ),
-                    ]
-                )
-            )
+        for name, cells in self._rows(looked).items():
+            inside = [html.escape(cell) for cell in cells]
+            if name == "prompt" and position is not None:
+                block, place = divmod(position, self.block_size)
+                before, changed, after = cells[block][:place], cells[block][place], cells[block][place + 1 :]
+                marked = f"<u><b>{html.escape(changed)}</b></u>"
+                inside[block] = html.escape(before) + marked + html.escape(after)
+            styles = [self._style(name, block) for block in looked]
+            rows.append(_row([_head(name, "row"), *map(_cell, inside, styles)]))
         return _table(self._caption(position, letter, other_salt), *rows)
 
     def text_frame(
@@ -152,7 +149,9 @@ class KeyChain(PredictFirst):
     ) -> str:
         """The same as text."""
         looked = self._looked(position, letter, other_salt)
-        rows = {"block": [str(i) for i in range(len(looked))], **self._rows(looked, position)}
+        rows = {"block": [str(i) for i in range(len(looked))], **self._rows(looked)}
+        if position is not None:
+            rows["prompt"][position // self.block_size] += " *"
         width = max(len(cell) for cells in rows.values() for cell in cells) + 2
         first = max(map(len, rows)) + 1
         lines = [
@@ -213,16 +212,16 @@ class KeyChain(PredictFirst):
     def _named(blocks: Sequence[int]) -> str:
         return ", ".join(map(str, blocks)) or "none"
 
-    def _rows(self, looked: list[Looked], position: int | None) -> dict[str, list[str]]:
+    def _rows(self, looked: list[Looked]) -> dict[str, list[str]]:
         """Name of the row -> one cell per block."""
         size = self.block_size
-        prompt = [pages.shown(block.letters).ljust(size, pages.UNFILLED) for block in looked]
-        if position is not None:
-            prompt[position // size] += " *"
         return {
             "cached text": [pages.shown(old).ljust(size, pages.UNFILLED) for old in _blocks(self.text, size)],
-            "prompt": prompt,
-            "same letters": [" ".join(f"in {i}" for i in block.elsewhere) or "–" for block in looked],
+            "prompt": [pages.shown(block.letters).ljust(size, pages.UNFILLED) for block in looked],
+            "same letters": [
+                "in " * bool(block.elsewhere) + (", ".join(map(str, block.elsewhere)) or "–")
+                for block in looked
+            ],
             "key before": [_digits(block.parent) for block in looked],
             "key": ["–" if block.key is None else _digits(block.key) for block in looked],
             "in the cache": [block.verdict for block in looked],

@@ -93,6 +93,13 @@ def test_frames_that_do_not_exist(position, letter):
             draw(position, letter)
 
 
+def test_the_changed_letter_is_marked():
+    assert "␣<u><b>l</b></u>ig" in a_chain().frame(5, "l")
+    assert "␣lig *" in a_chain().text_frame(5, "l")
+    assert "<u>" not in a_chain().frame()
+    assert "ht<u><b>&lt;</b></u>␣" in a_chain().frame(10, "<")
+
+
 def test_letters_are_escaped():
     assert "<b>" not in a_chain("<b>ood night").frame()
     assert "&lt;b&gt;" in a_chain("<b>ood night").frame()
