@@ -353,3 +353,7 @@ EVENING_MS = (269, 251, 214, 276, 297)  # mean time to be done with a watermark 
 
 # 09: entries of the four tables at the wall, and pages that they name
 SNAPSHOT = (12, 6)
+
+# 10: tokens appended by the four answers up to the wall, blocks cloned, refusals, usage; and usage when d gave way
+COUNTED = (8, 3, 1, 0.75)
+USAGE_PREEMPTED = 1.0
