@@ -42,13 +42,12 @@ def look_up(prompt: str, cached: str, block_size: int, salt: str | None = None) 
     """What is found of a prompt where `cached` was computed before (without a salt), block by block."""
     known, chain = set(keys(cached, block_size)[1:]), keys(prompt, block_size, salt)
     old = _blocks(cached, block_size)
-    looked, going_on = [], True
+    looked = []
     for i, letters in enumerate(_blocks(prompt, block_size)):
         full = len(letters) == block_size
         key = chain[i + 1] if full else None
-        going_on = going_on and key in known
-        verdict = _OPEN if not full else _FOUND if going_on else _MISS
-        if going_on and (i + 1) * block_size == len(prompt):
+        verdict = _OPEN if not full else _FOUND if key in known else _MISS  # behind a miss no key is known
+        if verdict == _FOUND and (i + 1) * block_size == len(prompt):
             verdict = _LAST  # its last token's output is what the model goes on from
         parent = chain[min(i, len(chain) - 1)]
         elsewhere = tuple(j for j, other in enumerate(old) if full and other == letters)

@@ -138,6 +138,7 @@ def test_show_me_counts_as_not_predicted():
 def test_salt_and_letter_may_be_changed_afterwards():
     chain = a_chain()
     chain.show_button.click()
+    assert not any(control.disabled for control in (chain.place, chain.typed, chain.salt))
     chain.salt.value = True
     assert chain.picture.value == chain.frame(5, "l", other_salt=True)
     assert "Found: none; 0 tokens" in chain.verdict.value
