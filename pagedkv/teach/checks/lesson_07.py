@@ -311,6 +311,47 @@ def give_back(learner: Learner) -> str:
     return "The tail goes before the beginning, and what nobody can ask for before both."
 
 
+# ---- by hand
+
+
+@check("found and evicted, by hand", wants="value")
+def next_evicted(learner: Learner) -> str:
+    """After everybody has left: tokens found by `Good morning`, then by `Good day`, and the next text to go."""
+    answer = learner.value
+    if not isinstance(answer, tuple | list) or len(answer) != 3:
+        raise Wrong(
+            f"answer is {show(answer)}; it takes three numbers: (tokens found, tokens found, a block id)."
+        )
+    pool = story.everybody_left()
+    for text, said in zip(("Good morning", story.DAY), answer, strict=False):
+        found = pool.match(text)
+        strip = pool.strip(f"When {text} comes")
+        if not _is_number(said) or said != found:
+            question = "which of its blocks have a key that is known, one behind the other from the first on?"
+            if said == len(text):
+                question = "and which token does the model run to say the next one?"
+            elif _is_number(said) and said % story.BLOCK_SIZE:
+                question = "in which unit is found what is found?"
+            raise Wrong(f"{text}: you say {show(said)} tokens are found.", question, strip)
+        pool.add(text, text)
+    queue, allocator = pool.manager.allocator.queue(), pool.manager.allocator
+    evicted = queue[-allocator.num_cached]
+    if not _is_number(answer[2]) or answer[2] != evicted:
+        question = "of the free blocks that have a key, which one became free first?"
+        if answer[2] in queue[: -allocator.num_cached]:
+            question = "that block is taken earlier, but is there a text in it that can be found?"
+        elif answer[2] not in queue:
+            question = "may a block be taken that somebody reads?"
+        raise Wrong(
+            f"You say that the text of block {show(answer[2])} goes next.", question, pool.strip("Now")
+        )
+    return "8 of 12, 4 of 8; then block 1, when the plain ones are used up."
+
+
+def _is_number(value) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 # ---- the faulty line
 
 
@@ -321,7 +362,7 @@ FAULTY, LINES = 8, 12
 def stale_line(learner: Learner) -> str:
     """The line that lets a block go on to be found under the key of a text that it does not hold any more."""
     answer = learner.value
-    if isinstance(answer, bool) or not isinstance(answer, int) or not 1 <= answer <= LINES:
+    if not _is_number(answer) or not 1 <= answer <= LINES:
         raise Wrong(f"answer is {show(answer)}; it takes the number of one line, 1 to {LINES}.")
     if answer != FAULTY:
         if answer <= 5:
