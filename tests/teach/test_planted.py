@@ -1,6 +1,6 @@
 """The exercise checks are checked: they accept a lesson's solution and reject each planted wrong one as intended.
 
-A file planted/lesson_NN.py holds
+A file planted/lesson_NN.py, or planted/capstone.py, holds
 
     BUGS = [(check, name, wrong function, class or value, phrase), …]      or with a fifth part, the verdict
 
@@ -23,7 +23,8 @@ from needs import ROOT, need_module
 from pagedkv.teach import checks
 from pagedkv.teach.checks._core import ACCEPTED, ERROR, NOT_SOLVED, WRONG, Learner
 
-PLANTED = sorted((Path(__file__).parent / "planted").glob("lesson_*.py"))
+FOLDER = Path(__file__).parent / "planted"
+PLANTED = [*sorted(FOLDER.glob("lesson_*.py")), FOLDER / "capstone.py"]
 
 
 def load(path):
@@ -99,7 +100,7 @@ def run(path):
 @functools.cache
 def given(lesson):
     number = lesson.removeprefix("lesson_")
-    paths = sorted((ROOT / "notebooks").glob(f"{number}_*.ipynb"))
+    paths = sorted((ROOT / "notebooks").glob(f"{number}*.ipynb"))
     assert len(paths) == 1, f"{lesson} is planted, but there are {len(paths)} notebooks of that number"
     with redirect_stdout(io.StringIO()):
         return run(paths[0])

@@ -1,6 +1,7 @@
 """One check per exercise: `checks.kv_bytes_per_token(mine)` says what is right, what is not, and what to ask."""
 
 from ._core import use_variant  # noqa: F401
+from .capstone import parts_joined, pool_choice, sealed_fault, serve_evening  # noqa: F401
 from .lesson_01 import fits, kv_bytes_per_token, waste  # noqa: F401
 from .lesson_02 import allocator, allocator_test, broken, free_list, release  # noqa: F401
 from .lesson_03 import new_blocks, read, slots, slots_by_hand, tables  # noqa: F401
