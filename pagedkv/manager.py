@@ -303,7 +303,8 @@ class BlockManager(Observed):
             children = [None] * whole_number("the number of children", children, minimum=1)
         ids = self._new_ids(as_ids(children))
         owned = self.tables.owned(row)
-        self.allocator.share(owned, len(ids))
+        if ids:
+            self.allocator.share(owned, len(ids))
         self.tables.fork(row, ids)
         self._texts.update((child, self._texts[parent].copy()) for child in ids)
         self._tell("fork", started, (parent, *ids), {"shared": owned})

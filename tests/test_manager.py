@@ -174,6 +174,17 @@ def test_truncate_cannot_end_in_a_block_that_was_left_behind():
     assert model.table("a") == [-1, -1, 2]
 
 
+def test_a_fork_into_nobody_changes_nothing():
+    manager = BlockManager(8, 4)
+    manager.add("a")
+    manager.extend("a", 6)
+    before = refs(manager), manager.seq_ids, queue(manager)
+    assert manager.fork("a", []) == []
+    assert (refs(manager), manager.seq_ids, queue(manager)) == before
+    manager.extend("a", 1)  # and the last block is still its own
+    assert manager.num_free == 6
+
+
 def test_a_window_moves_over_a_fork():
     model = ManagerModel(6, 4)
     model.alloc(10, "a")
