@@ -59,9 +59,7 @@ def test_the_report_ends_with_the_answer_in_plain_words(replay, trace):
     assert answer[0].startswith(
         "- To remember prompts, 10 blocks of 8 (80 tokens) are enough: they find 56.6%"
     )
-    assert answer[1].startswith(
-        "- To serve without needless waiting, 20 blocks of 8 (160 tokens) are enough"
-    )
+    assert answer[1].startswith("- To serve without needless waiting, 20 blocks of 8 (160 tokens) are enough")
     assert answer[2].startswith("- Of the block sizes tried take 8")
 
 

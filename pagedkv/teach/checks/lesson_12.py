@@ -348,7 +348,9 @@ def _chooses(learner: Learner, lengths: list[int], points: list[dict[str, float]
         raise Wrong(seen, "is it faster than a smaller one, or does that one's median lie within its spread?")
     if got[0] in equal:
         raise Wrong(seen, "of sizes that are equally fast, which one leaves fewer slots empty?")
-    raise Wrong(seen, "who is the fastest of those that are allowed at all, and whose median is not above its p80?")
+    raise Wrong(
+        seen, "who is the fastest of those that are allowed at all, and whose median is not above its p80?"
+    )
 
 
 def _waste_question(got: float, lengths: list[int], size: int) -> str:

@@ -204,7 +204,12 @@ class KeepsItsBlocks(Tables):
 
 
 BUGS = [
-    ("slots_by_hand", "position used as slot", [0, 4, 11, 12], "where in the memory does its first block begin"),
+    (
+        "slots_by_hand",
+        "position used as slot",
+        [0, 4, 11, 12],
+        "where in the memory does its first block begin",
+    ),
     ("slots_by_hand", "blocks", [5, 6, 7, 0], "how many slots lie before block 5"),
     ("slots_by_hand", "id order", [0, 20, 27, 28], "what does entry 0 say"),
     ("slots_by_hand", "counted from 1", [21, 25, 32, 1], "how many letters of that block come before it"),
