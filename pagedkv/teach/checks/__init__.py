@@ -11,4 +11,5 @@ from .lesson_06 import beam_step, decode_step, shared_blocks, top_p  # noqa: F40
 from .lesson_07 import block_keys, give_back, hit, next_evicted, revive, stale_line  # noqa: F401
 from .lesson_08 import admit, crowded_line, preempt_until, resume, the_wall  # noqa: F401
 from .lesson_09 import check_page, save_atomically, survivors, temporary_line, who_keeps  # noqa: F401
+from .lesson_10 import diagnose, faulty_lines, quantile, rate, second_wall  # noqa: F401
 from .lesson_12 import choose, chunks, fair, flaws, interleaved  # noqa: F401
