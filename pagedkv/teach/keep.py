@@ -201,7 +201,15 @@ def _own_source(part: Any) -> str:
         except (SyntaxError, ValueError):
             continue
         for statement in reversed(statements):
-            if isinstance(statement, kind) and statement.name == part.__name__:
-                first = min([statement.lineno, *(d.lineno for d in statement.decorator_list)])
+            if _defines(statement, kind, part.__name__):
+                decorators = getattr(statement, "decorator_list", [])
+                first = min([statement.lineno, *(d.lineno for d in decorators)])
                 return "\n".join(text.splitlines()[first - 1 : statement.end_lineno])
     raise ValueError(f"the code of {part.__name__} is not to be found")
+
+
+def _defines(statement: ast.stmt, kind: type, name: str) -> bool:
+    """Whether a statement makes the class or function of that name; Room = namedtuple("Room", …) makes a class."""
+    if isinstance(statement, ast.Assign) and kind is ast.ClassDef:
+        return any(isinstance(target, ast.Name) and target.id == name for target in statement.targets)
+    return isinstance(statement, kind) and statement.name == name

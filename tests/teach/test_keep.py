@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from needs import ROOT, need_module
 
-from pagedkv import BlockAllocator, BlockManager
+from pagedkv import BlockAllocator, slots_of
 from pagedkv.teach import keep, notebooks, student
 from pagedkv.teach.checks._core import ACCEPTED, WRONG
 
@@ -83,18 +83,28 @@ def test_a_function_comes_back_in_another_session_with_what_it_uses(home):
     assert keep.kept("slots")([5, 6], np.array([0, 7]), 4).tolist() == [20, 27]
 
 
-def test_the_class_that_lesson_02_builds_is_kept_with_its_helpers(home):
+@pytest.mark.parametrize(
+    ("stem", "check", "name"),
+    [
+        ("02_block_allocator", "allocator", "MyAllocator"),
+        ("03_block_tables", "tables", "MyTables"),
+        ("04_copy_on_write", "manager", "MyManager"),
+        ("05_paged_decode", "plan", "MyPlan"),
+    ],
+)
+def test_the_class_that_a_lesson_ends_with_is_kept_with_its_helpers(home, stem, check, name):
     need_module("IPython", "course")
-    lesson = notebooks.read(ROOT / "notebooks" / "02_block_allocator.ipynb")
+    lesson = notebooks.read(ROOT / "notebooks" / f"{stem}.ipynb")
     code = [cell for cell in lesson.cells if cell.cell_type == "code"]
-    upto = next(n for n, cell in enumerate(code) if student.mark(cell, "check") == "allocator")
-    keeping = ("from pagedkv.teach.keep import keep", "keep('allocator', MyAllocator)")
-    assert "Kept" in run_in_shell(home, *(cell.source for cell in code[:upto]), *keeping)
-    mine = keep.parts(allocator=BlockAllocator, manager=BlockManager)
-    assert repr(mine) == "written by you: allocator; from the package: manager"
-    assert mine.manager is BlockManager
-    assert mine.allocator.__name__ == "MyAllocator"
-    assert mine.allocator(8).allocate(3) == [0, 1, 2]
+    upto = next(n for n, cell in enumerate(code) if student.mark(cell, "check") == check)
+    keeping = ("from pagedkv.teach.keep import keep", f"keep({check!r}, {name})")
+    told = run_in_shell(home, *(cell.source for cell in code[:upto]), *keeping)
+    assert f"Kept: later lessons find {name}" in told
+    assert any(keeping[1] in cell.source.replace('"', "'") for cell in lesson.cells), "the lesson says so"
+    mine = keep.parts(**{check: BlockAllocator, "slots": slots_of})
+    assert repr(mine) == f"written by you: {check}; from the package: slots"
+    assert mine.slots is slots_of
+    assert getattr(mine, check).__name__ == name
 
 
 def test_what_is_not_accepted_is_not_kept(home):
