@@ -24,9 +24,12 @@ def _keys(learner: Learner, tokens: list[int], block_size: int, salt: str = "") 
         raise Wrong(f"{said} gave {show(got)}, expected a list of keys.")
     full = len(tokens) // block_size
     if len(got) != full:
+        question = "which of its blocks will never change any more, and can be promised to others?"
+        if len(got) == full + 1 and len(tokens) == full * block_size:
+            question = "there is no tail here, and one key too many: what stands before the first block?"
         raise Wrong(
             f"{said} gave {len(got)} keys; the text has {len(tokens)} tokens in blocks of {block_size}.",
-            "which of its blocks will never change any more, and can be promised to others?",
+            question,
         )
     for key in got:
         if not isinstance(key, bytes) or len(key) < 16:
@@ -52,6 +55,7 @@ def _another_process():
 def block_keys(learner: Learner) -> str:
     """`block_keys(tokens, block_size, salt)`: a digest per full block: its tokens, all before, the salt."""
     twice, night = story.tokens(story.TWICE), story.tokens(story.NIGHT)
+    _keys(learner, story.tokens(story.DAY), 4)  # without a tail, where a root among the keys shows
     keys = _keys(learner, twice, 4)
     if keys[1] == keys[4]:
         raise Wrong(
