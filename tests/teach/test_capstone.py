@@ -83,6 +83,17 @@ def test_the_tables_stand_in_for_lesson_03():
     checks.tables.__wrapped__(checks._core.Learner(capstone.Tables, "Tables"))
 
 
+@pytest.mark.parametrize("hidden", [1, 4])
+def test_the_cases_of_grading_can_be_solved(monkeypatch, hidden):
+    """Other block sizes and requests: no request is longer than its pool, and the sequences fit."""
+    monkeypatch.setattr(checks._core.SETTING, "hidden", hidden)
+    checks.parts_joined.__wrapped__(checks._core.Learner(capstone.run, "run"))
+    for block_size in range(1, 13):
+        requests = checks.capstone._random_requests(block_size)
+        most = max(len(request.prompt) + request.new - 1 for request in requests)
+        assert -(-most // block_size) <= -(-32 // block_size)
+
+
 def test_a_pool_notices_a_lost_block(model):
     pool = capstone.Pool(Package, model)
     pool.add("a")
