@@ -247,11 +247,15 @@ def _same_picture(a: str | None, b: str | None) -> bool:
 def run_class(seconds: float, stored: str | None = None) -> str:
     """The coarse running time that the course map shows, such as "under 10 s".
 
-    A stored class is left upwards only at twice its bound: a busy machine does not rewrite the table.
+    A stored class is left only at twice its bound, or at half of the next lower one: neither a busy machine nor a
+    fast one rewrites the table.
     """
     kept = re.fullmatch(r"under (\d+) s", stored or "")
-    if kept and int(kept[1]) <= seconds <= int(kept[1]) * 2:
-        return kept[0]
+    if kept:
+        bound = int(kept[1])
+        below = max((b for b in RUN_CLASSES if b < bound), default=0)
+        if below / 2 <= seconds <= bound * 2:
+            return kept[0]
     bound = next((b for b in RUN_CLASSES if seconds < b), 60 * (int(seconds) // 60 + 1))
     return f"under {bound} s"
 

@@ -229,7 +229,9 @@ def test_a_stored_picture_is_kept_while_it_shows_the_same(after, kept):
         (12, "under 10 s", "under 10 s"),  # a busy machine
         (25, "under 10 s", "under 30 s"),
         (45, "under 30 s", "under 30 s"),
-        (8, "under 30 s", "under 10 s"),
+        (8, "under 30 s", "under 30 s"),  # a fast one
+        (4, "under 30 s", "under 10 s"),
+        (1, "under 10 s", "under 10 s"),
         (400, None, "under 420 s"),
     ],
 )
