@@ -195,3 +195,29 @@ def run_all(page):
         return await app.commands.execute("notebook:run-all-cells");
     }"""
     return lambda: page.evaluate(script)
+
+
+@pytest.fixture
+def expect():
+    """Playwright's, patient: the machine may do much else at once."""
+    from playwright.sync_api import expect
+
+    expect.set_options(timeout=60_000)
+    return expect
+
+
+@pytest.fixture
+def photograph(page):
+    """photograph(path): the page in the dark theme and in the light one."""
+
+    def take(path):
+        for theme in ("Dark", "Light"):
+            name = f"JupyterLab {theme}"
+            page.evaluate(
+                "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", name
+            )
+            page.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=name)
+            page.locator("#jupyterlab-splash").wait_for(state="detached")
+            page.screenshot(path=path.with_stem(f"{path.stem}_{theme.lower()}"))
+
+    return take

@@ -26,32 +26,13 @@ def explorer(lab, page, open_notebook, run_all):
     return page.locator(".pagedkv-widget").last
 
 
-@pytest.fixture
-def expect():
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=60_000)  # a machine that does much else at once
-    return expect
-
-
-def photograph(page, path):
-    for theme in ("Dark", "Light"):
-        name = f"JupyterLab {theme}"
-        page.evaluate(
-            "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", name
-        )
-        page.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=name)
-        page.locator("#jupyterlab-splash").wait_for(state="detached")
-        page.screenshot(path=path.with_stem(f"{path.stem}_{theme.lower()}"))
-
-
-def test_the_explorer_with_keys_and_mouse(page, explorer, expect, tmp_path):
+def test_the_explorer_with_keys_and_mouse(page, explorer, expect, tmp_path, photograph):
     picture, verdict = explorer.locator(".pagedkv-picture"), explorer.locator(".pagedkv-verdict")
     boxes, beams = picture.locator("td[rowspan]"), explorer.get_by_label("Beams")
     expect(picture).to_contain_text("4 beams about to go on")
     expect(boxes).to_have_count(0)
     expect(beams).to_be_disabled()
-    photograph(page, tmp_path / "beams_covered.png")
+    photograph(tmp_path / "beams_covered.png")
 
     entry = explorer.get_by_label("Your guess")
     entry.fill("6")
@@ -65,7 +46,7 @@ def test_the_explorer_with_keys_and_mouse(page, explorer, expect, tmp_path):
     expect(picture).to_contain_text("step 1 of 2")
     expect(picture).to_contain_text("blocks of 4: 6 in use, 2 shared")
     expect(picture.locator('td[rowspan="4"][colspan="4"]')).to_have_count(2)
-    photograph(page, tmp_path / "beams_open.png")
+    photograph(tmp_path / "beams_open.png")
 
     step, size = explorer.locator(".noUi-handle").nth(0), explorer.locator(".noUi-handle").nth(1)
     step.focus()

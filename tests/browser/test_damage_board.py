@@ -26,26 +26,7 @@ def board(lab, page, open_notebook, run_all):
     return page.locator(".pagedkv-widget")
 
 
-@pytest.fixture
-def expect():
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=60_000)  # a machine that does much else at once
-    return expect
-
-
-def photograph(page, path):
-    for theme in ("Dark", "Light"):
-        name = f"JupyterLab {theme}"
-        page.evaluate(
-            "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", name
-        )
-        page.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=name)
-        page.locator("#jupyterlab-splash").wait_for(state="detached")
-        page.screenshot(path=path.with_stem(f"{path.stem}_{theme.lower()}"))
-
-
-def test_the_board_with_keys_and_mouse(page, board, expect, tmp_path):
+def test_the_board_with_keys_and_mouse(page, board, expect, tmp_path, photograph):
     picture, verdict = board.locator(".pagedkv-picture"), board.locator(".pagedkv-verdict")
     expect(picture).to_contain_text("What is saved")
     expect(picture).not_to_contain_text("light")
@@ -58,7 +39,7 @@ def test_the_board_with_keys_and_mouse(page, board, expect, tmp_path):
     expect(verdict).to_contain_text("Not so: you said all 8. It is all 4.")
     expect(picture).to_contain_text("Good␣light;␣")
     expect(picture.get_by_text("4 of 12")).to_have_count(4)
-    photograph(page, tmp_path / "damage.png")
+    photograph(tmp_path / "damage.png")
 
     board.get_by_role("button", name="3 ht,").click()
     expect(picture).to_contain_text("8 of 12")

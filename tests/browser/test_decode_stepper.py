@@ -26,18 +26,7 @@ def stepper(page, lab, open_notebook, run_all):
     return page.locator(".pagedkv-widget").last
 
 
-def photograph(page, path):
-    for theme in ("JupyterLab Dark", "JupyterLab Light"):
-        page.evaluate("t => window.jupyterapp.commands.execute('apputils:change-theme', {theme: t})", theme)
-        page.wait_for_function("t => document.body.dataset.jpThemeName === t", arg=theme)
-        page.locator("#jupyterlab-splash").wait_for(state="detached")
-        page.screenshot(path=path.with_stem(f"{path.stem}_{theme.split()[1].lower()}"))
-
-
-def test_predict_then_make_the_last_token_loud(page, stepper, tmp_path):
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=60_000)
+def test_predict_then_make_the_last_token_loud(page, stepper, tmp_path, expect, photograph):
     picture, verdict = stepper.locator(".pagedkv-picture"), stepper.locator(".pagedkv-verdict")
     back, forward = (stepper.get_by_role("button", name=name) for name in ("Back", "Forward"))
     handles = stepper.locator(".noUi-handle")
@@ -51,7 +40,7 @@ def test_predict_then_make_the_last_token_loud(page, stepper, tmp_path):
     expect(picture).to_contain_text("step 1 of 3")
     page.keyboard.press("Space")  # the button has the focus
     expect(picture).to_contain_text("nothing is read yet")
-    photograph(page, tmp_path / "stepper_covered.png")
+    photograph(tmp_path / "stepper_covered.png")
 
     stepper.get_by_role("button", name="7", exact=True).click()
     stepper.get_by_role("button", name="Predict").click()
@@ -62,7 +51,7 @@ def test_predict_then_make_the_last_token_loud(page, stepper, tmp_path):
     page.keyboard.press("End")
     expect(picture).to_contain_text("the last token has score 12")
     expect(verdict).to_contain_text("100.0 % of the weight, and the result is 10.00")
-    photograph(page, tmp_path / "stepper_open.png")
+    photograph(tmp_path / "stepper_open.png")
     page.keyboard.press("Home")
     expect(verdict).to_contain_text("With score -6")
     handles.first.focus()

@@ -23,30 +23,19 @@ def chain(page, lab, open_notebook, run_all):
     return page.locator(".pagedkv-widget").last
 
 
-def photograph(page, path):
-    for theme in ("JupyterLab Dark", "JupyterLab Light"):
-        page.evaluate("t => window.jupyterapp.commands.execute('apputils:change-theme', {theme: t})", theme)
-        page.wait_for_function("t => document.body.dataset.jpThemeName === t", arg=theme)
-        page.locator("#jupyterlab-splash").wait_for(state="detached")
-        page.screenshot(path=path.with_stem(f"{path.stem}_{theme.split()[1].lower()}"))
-
-
-def test_predict_then_change_letters_and_salt(page, chain, tmp_path):
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=60_000)
+def test_predict_then_change_letters_and_salt(page, chain, tmp_path, expect, photograph):
     picture, verdict = chain.locator(".pagedkv-picture"), chain.locator(".pagedkv-verdict")
     letter, salt = chain.get_by_label("Letter"), chain.get_by_role("checkbox")
 
     expect(picture).to_contain_text("the same text comes again")
     expect(letter).to_be_disabled()
     expect(salt).to_be_disabled()
-    photograph(page, tmp_path / "chain_covered.png")
+    photograph(tmp_path / "chain_covered.png")
     chain.get_by_role("button", name="0, 2, 3, 4", exact=True).click()
     chain.get_by_role("button", name="Predict").click()
     expect(picture).to_contain_text("position 5 is 'l' instead of 'n'")
     expect(verdict).to_contain_text("Not so: you said 0, 2, 3, 4. It is 0. Keys hang together.")
-    photograph(page, tmp_path / "chain_open.png")
+    photograph(tmp_path / "chain_open.png")
 
     chain.locator(".noUi-handle").focus()
     page.keyboard.press("End")

@@ -31,26 +31,7 @@ def widgets(lab, page, open_notebook, run_all):
     return page.locator(".pagedkv-widget").nth(0), page.locator(".pagedkv-widget").nth(1)
 
 
-@pytest.fixture
-def expect():
-    from playwright.sync_api import expect
-
-    expect.set_options(timeout=60_000)  # a machine that does much else at once
-    return expect
-
-
-def photograph(page, path):
-    for theme in ("Dark", "Light"):
-        name = f"JupyterLab {theme}"
-        page.evaluate(
-            "name => window.jupyterapp.commands.execute('apputils:change-theme', {theme: name})", name
-        )
-        page.wait_for_function("name => document.body.dataset.jpThemeName === name", arg=name)
-        page.locator("#jupyterlab-splash").wait_for(state="detached")
-        page.screenshot(path=path.with_stem(f"{path.stem}_{theme.lower()}"))
-
-
-def test_the_timeline_with_keys_and_mouse(page, widgets, expect, tmp_path):
+def test_the_timeline_with_keys_and_mouse(page, widgets, expect, tmp_path, photograph):
     who, mark = widgets
     picture, verdict = who.locator(".pagedkv-picture"), who.locator(".pagedkv-verdict")
     expect(picture).to_contain_text("Watermark 0, step 8 of 26")
@@ -62,7 +43,7 @@ def test_the_timeline_with_keys_and_mouse(page, widgets, expect, tmp_path):
     page.keyboard.press("Enter")
     expect(verdict).to_contain_text("Not so: you said even. It is lord")
     expect(picture).to_contain_text("lord gives way, 4 blocks come free")
-    photograph(page, tmp_path / "timeline_who.png")
+    photograph(tmp_path / "timeline_who.png")
 
     watermark, step = who.locator(".noUi-handle").nth(0), who.locator(".noUi-handle").nth(1)
     step.focus()
@@ -80,4 +61,4 @@ def test_the_timeline_with_keys_and_mouse(page, widgets, expect, tmp_path):
     mark.get_by_role("button", name="Show me").click()
     expect(mark.locator(".pagedkv-verdict")).to_contain_text("Not predicted. It is sooner: 214 ms")
     expect(mark.locator(".pagedkv-picture")).to_contain_text("Watermark 2, step 27 of 27")
-    photograph(page, tmp_path / "timeline_mark.png")
+    photograph(tmp_path / "timeline_mark.png")
