@@ -14,6 +14,7 @@ from packaging.version import Version
 PYPI_NAME = {
     "matplotlib-base": "matplotlib",
     "playwright-python": "playwright",
+    "redis-py": "redis",
 }  # conda-forge calls them otherwise
 CONDA_ONLY = {"python", "pip"}
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))
