@@ -6,7 +6,7 @@ the package's scheduler, and the widget lets one move through it and change the 
 
 import html
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import ipywidgets
 
@@ -39,15 +39,20 @@ _HEAD = _BOX.replace("border:1px solid #888;", "border:none;") + "font-weight:no
 
 @dataclass(frozen=True)
 class Timeline:
-    """Lanes of marks, one per step; `MARKS` says what they mean. Under them the free blocks, if they are known."""
+    """Lanes of marks, one per step, and under them the free blocks, if they are known.
+
+    Args: marks: what each mark means, and its colours as CSS; unit: what a column is.
+    """
 
     lanes: Mapping[str, str]
     free: tuple[int, ...] = ()
     caption: str = ""
+    marks: Mapping[str, tuple[str, str]] = field(default_factory=lambda: MARKS)
+    unit: str = "step"
 
     def __post_init__(self):
-        if bad := sorted(set("".join(self.lanes.values())) - set(MARKS)):
-            raise ValueError(f"a mark is one of {''.join(MARKS)!r}, got {bad[0]!r}")
+        if bad := sorted(set("".join(self.lanes.values())) - set(self.marks)):
+            raise ValueError(f"a mark is one of {''.join(self.marks)!r}, got {bad[0]!r}")
 
     @property
     def steps(self) -> int:
@@ -56,13 +61,13 @@ class Timeline:
     def until(self, step: int, caption: str = "") -> "Timeline":
         """The same with nothing behind a step: lanes of one length, so that a picture keeps its width."""
         lanes = {name: marks[: step + 1].ljust(self.steps) for name, marks in self.lanes.items()}
-        return Timeline(lanes, self.free[: step + 1], caption or self.caption)
+        return replace(self, lanes=lanes, free=self.free[: step + 1], caption=caption or self.caption)
 
     @property
     def legend(self) -> str:
         """The marks that occur and what they mean."""
-        used = [mark for mark in MARKS if any(mark in marks for marks in self.lanes.values())]
-        return ", ".join(f"{mark} {MARKS[mark][0]}" for mark in used if mark != " ")
+        used = [mark for mark in self.marks if any(mark in marks for marks in self.lanes.values())]
+        return ", ".join(f"{mark} {self.marks[mark][0]}" for mark in used if mark != " ")
 
     def __repr__(self) -> str:
         width = max([len("free"), *(len(name) for name in self.lanes)])
@@ -76,9 +81,10 @@ class Timeline:
 
     def _repr_html_(self) -> str:
         numbers = "".join(f'<td style="{_HEAD}font-size:9px;">{step}</td>' for step in range(self.steps))
-        rows = [_row("step", numbers)]
+        rows = [_row(self.unit, numbers)]
         for name, marks in self.lanes.items():
-            rows.append(_row(name, "".join(_cell(mark) for mark in marks.ljust(self.steps))))
+            cells = (_cell(mark, *self.marks.get(mark, ("", ""))) for mark in marks.ljust(self.steps))
+            rows.append(_row(name, "".join(cells)))
         if self.free:
             rows.append(_row("free", "".join(f'<td style="{_HEAD}">{n}</td>' for n in self.free)))
         caption = f'<caption style="{_CAPTION}">{html.escape(self.caption)}</caption>' * bool(self.caption)
@@ -94,8 +100,7 @@ def _row(name: str, cells: str) -> str:
     return f'<tr style="background:none;">{head}{cells}</tr>'
 
 
-def _cell(mark: str) -> str:
-    meaning, colour = MARKS[mark]
+def _cell(mark: str, meaning: str, colour: str) -> str:
     if mark == " ":
         return f'<td style="{_HEAD}"></td>'
     return f'<td style="{_BOX}{colour}" title="{meaning}">{mark}</td>'
