@@ -86,7 +86,7 @@ def whole_numbers(name: str, values: ArrayLike) -> np.ndarray:
 def whole_numbers_below(name: str, values: ArrayLike, end: int) -> np.ndarray:
     """Return `values` as a flat int64 array of numbers 0 … end − 1; ValueError names one that is not."""
     array = whole_numbers(f"{name}s", values).ravel()
-    if array.size and array.view(np.uint64).max() >= end:  # read without its sign, a negative number is huge
+    if np.count_nonzero(array.view(np.uint64) >= end):  # read without its sign, a negative number is huge
         outside = array[(array < 0) | (array >= end)]
         raise ValueError(f"there is no {name} {outside[0]}: it must be 0 … {end - 1}")
     return array
@@ -162,7 +162,7 @@ class BlockAllocator(Observed):
         evicted = [self._cached.popitem(last=False)[0] for _ in range(n - blocks.size)]
         if evicted:
             blocks = np.append(blocks, np.array(evicted, np.int32))
-        self._owners[blocks] = 1
+        self._owners[blocks.astype(np.intp)] = 1  # NumPy is faster with indices of its own type
         if self.observers:
             told = {"new": blocks, "evicted": np.array(evicted, np.int32)} if evicted else {"new": blocks}
             self._tell("allocate", started, blocks=told, free=self.num_free)
@@ -201,15 +201,15 @@ class BlockAllocator(Observed):
         """
         started = self._clock()
         blocks = whole_numbers_below("block", blocks, self.num_blocks)
-        times = self._times_named(blocks)  # [n]
-        short = self._owners[blocks] < times
-        if short.any():
+        owners, times = self._owners[blocks], self._times_named(blocks)  # [n]
+        short = owners < times
+        if np.count_nonzero(short):
             block, asked = blocks[short][0], times[short][0]
             raise ValueError(f"block {block} has {self._owners[block]} owners, cannot release {asked}")
-        np.subtract.at(self._owners, blocks, np.int32(1))
-        ended = self._owners[blocks] == 0
-        freed = blocks[ended].astype(np.int32)
-        if (times[ended] > 1).any():  # a block that is named several times becomes free at the *last* of them
+        left = owners - times  # [n]
+        self._owners[blocks] = left  # a block that is named twice gets the same number twice
+        freed = blocks[left == 0].astype(np.int32)
+        if np.count_nonzero(times > 1):  # a block that is named several times is freed by the *last* of them
             freed = np.array([*dict.fromkeys(freed[::-1].tolist())][::-1], np.int32)
         self._queue_up(freed, cached)
         if self.observers:

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike
 from .allocator import whole_number, whole_numbers
 
 SeqId = int | str
+BATCHES = 16  # that are remembered: a decoding batch comes again at every step
 NOTHING = -1  # an entry without a block: padding, or a block that a sliding window has left behind
 
 
@@ -60,6 +61,7 @@ class BlockTables:
         self.block_size = whole_number("block_size", block_size, minimum=1)
         self.max_length = None if max_length is None else whole_number("max_length", max_length, minimum=1)
         self._row_of: dict[SeqId, int] = {}
+        self._batches: dict[tuple[SeqId, ...], np.ndarray] = {}  # their rows, until sequences come or go
         self._vacant: list[int] = []  # rows without a sequence
         self._entries = np.full((0, 1), NOTHING, np.int32)  # [rows, entries]; both double when they run out
         self._lengths = np.zeros(0, np.int64)  # [rows]
@@ -77,15 +79,29 @@ class BlockTables:
 
     # Reading
 
-    def rows(self, seq_ids: Iterable[SeqId]) -> np.ndarray:
-        """Row numbers of sequences: int64 [batch]. KeyError names one that is not registered."""
+    def rows(self, seq_ids: Iterable[SeqId], *, once: bool = False) -> np.ndarray:
+        """Row numbers of sequences: int64 [batch], read only.
+
+        Raises: KeyError for one that is not registered; with `once`, ValueError for one that is named twice.
+        """
         ids = tuple(seq_ids)
         try:
-            return np.fromiter(map(self._row_of.__getitem__, ids), np.int64, len(ids))
-        except (KeyError, TypeError):  # TypeError: an id that cannot even be hashed
-            for seq_id in ids:
-                self._row(seq_id)
-            raise
+            known = self._batches.get(ids)
+        except TypeError:  # an id that cannot even be hashed
+            known = None
+        return self._look_up(ids, once) if known is None else known
+
+    def _look_up(self, ids: tuple[SeqId, ...], once: bool) -> np.ndarray:
+        """The rows one by one; a batch without repeats is remembered."""
+        rows = np.array([self._row(seq_id) for seq_id in ids], np.int64)
+        rows.flags.writeable = False
+        if len(set(ids)) == len(ids):
+            if len(self._batches) == BATCHES:
+                self._batches.clear()
+            self._batches[ids] = rows
+        elif once:
+            raise ValueError(f"sequence {next(s for s in ids if ids.count(s) > 1)!r} is named twice")
+        return rows
 
     def length(self, rows: np.ndarray) -> np.ndarray:
         """Tokens per row: int64 [batch]."""
@@ -118,8 +134,13 @@ class BlockTables:
 
     def padded(self, rows: np.ndarray) -> np.ndarray:
         """Tables as one array, padded with −1: int32 [batch, longest]."""
-        width = int(self.num_entries(rows).max(initial=0))
+        width = -(-int(self._lengths[rows].max(initial=0)) // self.block_size)
         return self._entries[rows, :width]
+
+    def at(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
+        """Entry `entries[i]` of row `rows[i]`; −1 where there is none (yet): int32 [batch]."""
+        self._widen(int(entries.max(initial=-1)) + 1)
+        return self._entries[rows, entries]
 
     def csr(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tables end to end: indptr int32 [batch + 1] and indices int32 [sum of entries]."""
@@ -154,6 +175,7 @@ class BlockTables:
     def remove(self, seq_id: SeqId) -> None:
         """Forget a sequence; its row becomes vacant."""
         row = self._row_of.pop(seq_id)
+        self._batches.clear()
         self._entries[row] = NOTHING
         self._lengths[row] = 0
         self._vacant.append(row)
@@ -182,6 +204,12 @@ class BlockTables:
         self._lengths[rows] += tokens
         self._touch(rows[tokens > 0])
 
+    def step(self, rows: np.ndarray, growing: np.ndarray, at: np.ndarray, blocks: np.ndarray) -> None:
+        """Grow every row by one position, and those of `growing` by a block that becomes their entry `at`."""
+        self._entries[growing, at] = blocks
+        self._lengths[rows] += 1
+        self._touch(rows)
+
     def drop(self, row: int, entries: int) -> np.ndarray:
         """Empty the first `entries` entries of a row; returns the blocks that stood there."""
         left = self._entries[row, :entries].copy()
@@ -193,6 +221,7 @@ class BlockTables:
         if not self._vacant:
             self._add_rows()
         row = self._row_of[seq_id] = self._vacant.pop()
+        self._batches.clear()
         return row
 
     def _row(self, seq_id: SeqId) -> int:

@@ -164,7 +164,7 @@ class BlockManager(Observed):
         self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
     ) -> int:
         """Free blocks that `extend` with the same arguments would take: new ones, copies and revived ones."""
-        return self._plan_growth(seq_ids, num_tokens).needed
+        return self._plan_growth(*self._rows(seq_ids, once=True), num_tokens).needed
 
     def can_extend(
         self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
@@ -226,7 +226,10 @@ class BlockManager(Observed):
         Source: section 4.4 and figure 8.
         """
         started = self._clock()
-        plan = self._plan_growth(seq_ids, num_tokens)
+        ids, rows = self._rows(seq_ids, once=True)
+        if _is_step(num_tokens, len(ids)) and (reservation := self._step(started, ids, rows)):
+            return reservation
+        plan = self._plan_growth(ids, rows, num_tokens)
         if plan.needed > self.num_free:
             self._refuse(started, plan.needed, self.num_free, plan.seq_ids)
         attached = self._attach(plan)  # before anything is taken: a block that was found must not be evicted
@@ -237,7 +240,7 @@ class BlockManager(Observed):
         if self.prefix_cache:
             self._count_prompts(plan)
         if self.observers:
-            self._tell_growth(started, plan, new, copies, attached, evicted)
+            self._tell_growth(started, plan.seq_ids, plan.tokens, new, copies, attached, evicted)
         return Reservation(
             plan.seq_ids, plan.start, plan.tokens, slots, copies, self.tables.version(plan.rows)
         )
@@ -469,10 +472,37 @@ class BlockManager(Observed):
 
     # The plan, and what callers may say
 
+    def _step(self, started: float, ids: tuple[SeqId, ...], rows: np.ndarray) -> Reservation | None:
+        """The usual step of decoding in a few array operations: a token for each sequence, in blocks of its own.
+
+        None, and nothing changes, where there is more to it: a sequence begins, a last block is shared, the pool or
+        max_length is too small.
+        """
+        start, limit = self.tables.length(rows), self.tables.max_length  # [batch]
+        entry, offset = np.divmod(start, self.block_size)  # [batch]
+        growing = (offset == 0).nonzero()[0]  # places in the batch
+        if len(growing) > self.num_free or not np.count_nonzero(start) == len(ids) > 0:
+            return None
+        if limit is not None and np.count_nonzero(start >= limit):
+            return None
+        blocks = self.tables.at(rows, entry)  # [batch]
+        owners = self.allocator.ref_counts[blocks]
+        owners[growing] = 1
+        if np.count_nonzero(owners > 1):
+            return None
+        new, evicted = self._take(len(growing))
+        blocks[growing] = new
+        self.prefix_index.unseal(blocks)  # what is written in place opens
+        self.tables.step(rows, rows[growing], entry[growing], new)
+        slots = (blocks * self.block_size + offset).astype(np.int32)
+        tokens, copies = np.ones(len(ids), np.int64), np.zeros((0, 3), np.int32)
+        if self.observers:
+            self._tell_growth(started, ids, tokens, new, copies, np.zeros(0, np.int32), evicted)
+        return Reservation(ids, start, tokens, slots, copies, self.tables.version(rows))
+
     def _plan_growth(
-        self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None
+        self, ids: tuple[SeqId, ...], rows: np.ndarray, num_tokens: int | Sequence[int | None] | None
     ) -> _Growth:
-        ids, rows = self._rows(seq_ids, once=True)
         start = self.tables.length(rows)
         unbegun = (start == 0).nonzero()[0].tolist()
         hits = self._found(ids, unbegun)
@@ -599,13 +629,13 @@ class BlockManager(Observed):
         filled = plan.start[places] % self.block_size
         return np.column_stack([sources, destinations, filled]).astype(np.int32), taken[~is_copy]
 
-    def _tell_growth(self, started, plan, new, copies, attached, evicted) -> None:
+    def _tell_growth(self, started, ids, tokens, new, copies, attached, evicted) -> None:
         blocks = {"new": new, "copies": copies}
-        counts = {"tokens": int(plan.tokens.sum()), "free": self.num_free}
+        counts = {"tokens": int(tokens.sum()), "free": self.num_free}
         if self.prefix_cache:
             blocks |= {"hits": attached, "evicted": evicted}
             counts["hit_tokens"] = len(attached) * self.block_size
-        self._tell("extend", started, plan.seq_ids, blocks, **counts)
+        self._tell("extend", started, ids, blocks, **counts)
 
     def _seal(self, table: list[int], text: Text) -> None:
         """Let the committed blocks of a sequence that was restored be found."""
@@ -662,10 +692,7 @@ class BlockManager(Observed):
     def _rows(self, seq_ids: SeqId | Iterable[SeqId], *, once: bool = False) -> tuple[tuple, np.ndarray]:
         """The ids as a tuple, and their rows. With `once`, a repeated id is a ValueError."""
         ids = as_ids(seq_ids)
-        rows = self.tables.rows(ids)
-        if once and len(set(ids)) < len(ids):
-            raise ValueError(f"sequence {next(s for s in ids if ids.count(s) > 1)!r} is named twice")
-        return ids, rows
+        return ids, self.tables.rows(ids, once=once)
 
     def _new_ids(self, wanted: Iterable[SeqId | None]) -> list[SeqId]:
         """Ids to register: each unused, of the right type, and different; None becomes the next unused int."""
@@ -675,8 +702,9 @@ class BlockManager(Observed):
             if seq_id is None:
                 while next_id in self.tables or next_id in ids:
                     next_id += 1
-                seq_id = next_id
+                ids[next_id] = None
                 next_id += 1
+                continue
             if isinstance(seq_id, np.integer):
                 seq_id = int(seq_id)
             if not isinstance(seq_id, SeqId) or isinstance(seq_id, bool):
@@ -686,6 +714,13 @@ class BlockManager(Observed):
             ids[seq_id] = None
         self._next_id = next_id
         return list(ids)
+
+
+def _is_step(num_tokens, batch: int) -> bool:
+    """Whether `extend` is asked for one token of each sequence."""
+    if isinstance(num_tokens, np.ndarray) and num_tokens.dtype.kind in "iu":
+        return num_tokens.shape == (batch,) and np.count_nonzero(num_tokens == 1) == batch
+    return type(num_tokens) is int and num_tokens == 1
 
 
 def _joined(arrays: Sequence[ArrayLike]) -> np.ndarray:
