@@ -88,10 +88,13 @@ def draw(probabilities: np.ndarray, random: np.random.Generator) -> int:  # [voc
 # --- ways to write ------------------------------------------------------------------------------------------------
 
 
-def greedy(model: Llama, cache: PagedKVCache, prompt: ArrayLike, num_tokens: int) -> Iterator[int]:
+def greedy(
+    model: Llama, cache: PagedKVCache, prompt: ArrayLike, num_tokens: int, *, end: int | None = None
+) -> Iterator[int]:
     """Always the likeliest next token. The simplest of the three: prefill once, then one token at a time.
 
-    Args: prompt: tokens [length], at least one; num_tokens: how many to write.
+    Args: prompt: tokens [length], at least one; num_tokens: how many to write at most; end: the token after which
+        nothing more is written.
     Yields: a token per step.
     Raises: ValueError for a prompt that is empty or with `num_tokens` longer than the context; PoolExhausted, after
         what could be written.
@@ -101,6 +104,8 @@ def greedy(model: Llama, cache: PagedKVCache, prompt: ArrayLike, num_tokens: int
         for step in range(num_tokens):
             token = int(np.argmax(logits[0]))  # logits [1, vocabulary]
             yield token
+            if token == end:
+                break
             if step < num_tokens - 1:
                 logits = model.next_logits(cache, seq_ids, [[token]])
 
@@ -114,13 +119,15 @@ def sample(
     num_samples: int = 1,
     sampling: Sampling | None = None,
     random: np.random.Generator | None = None,
+    end: int | None = None,
 ) -> Iterator[np.ndarray]:
     """Several texts that continue one prompt; its blocks are shared by all of them.
 
     Each sample draws from a random stream of its own, so its text does not depend on how many others there are.
 
     Args: prompt, num_tokens: as in greedy; num_samples: how many texts; sampling: Sampling() if None;
-        random: where the streams come from, np.random.default_rng() if None.
+        random: where the streams come from, np.random.default_rng() if None; end: the token after which a text is
+        complete: its blocks are freed, and it is yielded again until all are.
     Yields: a token per sample and step, int64 [num_samples].
     Raises: as greedy.
     Source: Kwon et al. 2023, section 4.4, parallel sampling.
@@ -132,12 +139,20 @@ def sample(
     with _prefilled(model, cache, prompt) as (seq_ids, logits):
         _fork(cache, seq_ids, num_samples)
         logits = np.repeat(logits, num_samples, axis=0)  # [num_samples, vocabulary]
+        writing = np.arange(num_samples)  # which samples the rows of logits belong to
+        tokens = np.full(num_samples, -1 if end is None else end)  # [num_samples]
         for step in range(num_tokens):
-            rows = zip(sampling.probabilities(logits), streams, strict=True)
-            tokens = np.array([draw(row, stream) for row, stream in rows])  # [num_samples]
-            yield tokens
+            rows = zip(sampling.probabilities(logits), writing, strict=True)
+            tokens[writing] = [draw(row, streams[i]) for row, i in rows]
+            yield tokens.copy()
+            ended = tokens[writing] == end  # [rows]
+            for row in np.flatnonzero(ended)[::-1]:
+                cache.free(seq_ids.pop(row))
+            writing = writing[~ended]
+            if not writing.size:
+                break
             if step < num_tokens - 1:
-                logits = model.next_logits(cache, seq_ids, tokens[:, None])
+                logits = model.next_logits(cache, seq_ids, tokens[writing, None])
 
 
 @dataclass(frozen=True)

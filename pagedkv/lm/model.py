@@ -6,7 +6,7 @@ number of tokens of all sequences in this step, one after the other; nothing is 
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,41 +14,21 @@ from numpy.typing import ArrayLike
 from ..attention import dense_attention
 from ..block_table import SeqId, as_ids
 from ..cache import PagedKVCache
-from .tokenizer import CharacterTokenizer
-from .weights import SHIPPED, Config, layer_shapes, read_weights
+from .tokenizer import BytePairTokenizer, CharacterTokenizer
+from .weights import SHIPPED, Config, Weights, read_weights
 
 Attend = Callable[[int, np.ndarray, np.ndarray, np.ndarray], np.ndarray]
-
-
-class Layer(NamedTuple):
-    """One layer's weights; matrices stand as [out, in], so that x goes through one as x @ matrix.T."""
-
-    attention_norm: np.ndarray  # [width]
-    query: np.ndarray  # [num_q_heads * head_dim, width]
-    key: np.ndarray  # [num_kv_heads * head_dim, width]
-    value: np.ndarray  # [num_kv_heads * head_dim, width]
-    output: np.ndarray  # [width, num_q_heads * head_dim]
-    mlp_norm: np.ndarray  # [width]
-    gate: np.ndarray  # [hidden, width]
-    up: np.ndarray  # [hidden, width]
-    down: np.ndarray  # [width, hidden]
 
 
 class Llama:
     """The decoder. `forward` remembers keys and values in a paged cache, `forward_full` remembers nothing.
 
-    Args: config: the shape; vocabulary: the characters that tokens stand for; weights: float32 arrays by name.
+    Args: config: the shape; tokenizer: turns texts into its tokens and back; weights: of that shape.
     """
 
-    def __init__(self, config: Config, vocabulary: str, weights: dict[str, np.ndarray]):
-        self.config = config
-        self.tokenizer = CharacterTokenizer(vocabulary)
-        self.embedding = weights["model.embed_tokens.weight"]  # [vocabulary, width]
-        self.final_norm = weights["model.norm.weight"]  # [width]
-        self.layers = [
-            Layer(*(weights[f"model.layers.{i}.{name}.weight"] for name in layer_shapes(config)))
-            for i in range(config.num_layers)
-        ]
+    def __init__(self, config: Config, tokenizer: CharacterTokenizer | BytePairTokenizer, weights: Weights):
+        self.config, self.tokenizer = config, tokenizer
+        self.embedding, self.layers, self.final_norm = weights
         self.cos, self.sin = rotations(config)  # [context, head_dim] each
 
     @classmethod
@@ -57,7 +37,8 @@ class Llama:
 
         Raises: WeightsError (a ValueError) if the file is missing or damaged.
         """
-        return cls(*read_weights(Path(path)))
+        config, vocabulary, weights = read_weights(Path(path))
+        return cls(config, CharacterTokenizer(vocabulary), weights)
 
     def new_cache(self, num_blocks: int, block_size: int, **options) -> PagedKVCache:
         """An empty paged cache of this model's shape; options as in PagedKVCache."""
@@ -77,7 +58,17 @@ class Llama:
         Raises: ValueError for tokens outside the vocabulary or a sequence longer than the context, PoolExhausted if
             the pool cannot hold them; nothing is changed.
         """
+        return self._run(cache, *self._checked(cache, seq_ids, tokens))
+
+    def next_logits(
+        self, cache: PagedKVCache, seq_ids: SeqId | Iterable[SeqId], tokens: Sequence[ArrayLike]
+    ) -> np.ndarray:
+        """As forward, but of each sequence's last token only: float32 [batch, vocabulary]."""
         ids, chunks, counts = self._checked(cache, seq_ids, tokens)
+        return self._run(cache, ids, chunks, counts, wanted=np.cumsum(counts) - 1)
+
+    def _run(self, cache, ids, chunks, counts, wanted=slice(None)) -> np.ndarray:
+        """A step that was checked."""
         reservation = cache.extend(ids, counts)
         plan = cache.plan(ids, counts)
 
@@ -86,14 +77,7 @@ class Llama:
             return cache.attend(layer, q, plan)  # [n, q_heads, head_dim]
 
         first = np.repeat(reservation.start - np.cumsum(counts) + counts, counts)  # [n]
-        return self.decode(np.concatenate(chunks), first + np.arange(len(first)), attend)
-
-    def next_logits(
-        self, cache: PagedKVCache, seq_ids: SeqId | Iterable[SeqId], tokens: Sequence[ArrayLike]
-    ) -> np.ndarray:
-        """As forward, but of each sequence's last token only: float32 [batch, vocabulary]."""
-        logits = self.forward(cache, seq_ids, tokens)  # [n, vocabulary]
-        return logits[np.cumsum([len(chunk) for chunk in tokens]) - 1]  # [batch, vocabulary]
+        return self.decode(np.concatenate(chunks), first + np.arange(len(first)), attend, wanted)
 
     def forward_full(self, tokens: ArrayLike) -> np.ndarray:
         """Run one sequence from its beginning, without any cache: logits, float32 [len(tokens), vocabulary]."""
@@ -104,27 +88,33 @@ class Llama:
 
         return self.decode(tokens, np.arange(len(tokens)), attend)
 
-    def decode(self, tokens: np.ndarray, positions: np.ndarray, attend: Attend) -> np.ndarray:
+    def decode(
+        self,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        attend: Attend,
+        wanted: slice | np.ndarray = slice(None),
+    ) -> np.ndarray:
         """The network itself; who remembers what is the business of `attend`.
 
         Args: tokens, positions: whole numbers [n]; attend: called once a layer with its number, queries
-            [n, num_q_heads, head_dim], new keys and values [n, num_kv_heads, head_dim]; returns what queries find.
-        Returns: logits, float32 [n, vocabulary].
+            [n, num_q_heads, head_dim], new keys and values [n, num_kv_heads, head_dim]; returns what queries find;
+            wanted: the rows whose logits are asked for.
+        Returns: logits, float32 [n, vocabulary], or as many rows as are wanted.
         """
-        eps = self.config.norm_eps
+        eps, q_heads, kv_heads = self.config.norm_eps, self.config.num_q_heads, self.config.num_kv_heads
         cos, sin = self.cos[positions, None], self.sin[positions, None]  # [n, 1, head_dim]
         x = self.embedding[tokens]  # [n, width]
         for i, layer in enumerate(self.layers):
             h = rms_norm(x, layer.attention_norm, eps)  # [n, width]
-            q = rotate(self._heads(h @ layer.query.T), cos, sin)  # [n, q_heads, head_dim]
-            k = rotate(self._heads(h @ layer.key.T), cos, sin)  # [n, kv_heads, head_dim]
-            v = self._heads(h @ layer.value.T)  # [n, kv_heads, head_dim]
-            found = attend(i, q, k, v)  # [n, q_heads, head_dim]
+            qkv = self._heads(h @ layer.query_key_value.T)  # [n, q_heads + 2 kv_heads, head_dim]
+            qk, v = rotate(qkv[:, :-kv_heads], cos, sin), qkv[:, -kv_heads:]
+            found = attend(i, qk[:, :q_heads], qk[:, q_heads:], v)  # [n, q_heads, head_dim]
             x = x + found.reshape(len(x), -1) @ layer.output.T  # [n, width]
             h = rms_norm(x, layer.mlp_norm, eps)  # [n, width]
-            h = silu(h @ layer.gate.T) * (h @ layer.up.T)  # [n, hidden]
-            x = x + h @ layer.down.T  # [n, width]
-        return rms_norm(x, self.final_norm, eps) @ self.embedding.T  # [n, vocabulary]
+            gate, up = np.split(h @ layer.gate_up.T, 2, axis=1)  # [n, hidden] each
+            x = x + (silu(gate) * up) @ layer.down.T  # [n, width]
+        return rms_norm(x[wanted], self.final_norm, eps) @ self.embedding.T  # [n, vocabulary]
 
     def _heads(self, x: np.ndarray) -> np.ndarray:  # [n, heads * head_dim]
         return x.reshape(len(x), -1, self.config.head_dim)  # [n, heads, head_dim]

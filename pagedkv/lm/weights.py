@@ -5,8 +5,10 @@ import io
 import json
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import NamedTuple, Self
 
 import numpy as np
 
@@ -33,42 +35,70 @@ class WeightsError(ValueError):
     """A weights file is missing or damaged; the message names the file and what was expected of it."""
 
 
-def layer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Arrays of one layer, named as in transformers' LlamaForCausalLM; matrices are [out, in]."""
-    width, hidden = config.width, config.hidden
-    query, key = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    return {
-        "input_layernorm": (width,),
-        "self_attn.q_proj": (query, width),
-        "self_attn.k_proj": (key, width),
-        "self_attn.v_proj": (key, width),
-        "self_attn.o_proj": (width, query),
-        "post_attention_layernorm": (width,),
-        "mlp.gate_proj": (hidden, width),
-        "mlp.up_proj": (hidden, width),
-        "mlp.down_proj": (width, hidden),
-    }
+class Layer(NamedTuple):
+    """One layer's weights; matrices stand as [out, in], so that x goes through one as x @ matrix.T.
+
+    What multiplies the same x is one matrix: a step for one token is as fast as memory can be read, in long runs.
+    """
+
+    attention_norm: np.ndarray  # [width]
+    query_key_value: np.ndarray  # [(num_q_heads + 2 num_kv_heads) * head_dim, width]
+    output: np.ndarray  # [width, num_q_heads * head_dim]
+    mlp_norm: np.ndarray  # [width]
+    gate_up: np.ndarray  # [2 hidden, width]
+    down: np.ndarray  # [width, hidden]
+
+    def named(self) -> Iterator[tuple[str, np.ndarray]]:
+        """Its arrays, or the rows of them, by the names that they have in transformers' LlamaForCausalLM."""
+        query = self.output.shape[1]
+        both = (query + len(self.query_key_value)) // 2  # query and key
+        hidden = self.down.shape[1]
+        yield "input_layernorm", self.attention_norm
+        yield "self_attn.q_proj", self.query_key_value[:query]
+        yield "self_attn.k_proj", self.query_key_value[query:both]
+        yield "self_attn.v_proj", self.query_key_value[both:]
+        yield "self_attn.o_proj", self.output
+        yield "post_attention_layernorm", self.mlp_norm
+        yield "mlp.gate_proj", self.gate_up[:hidden]
+        yield "mlp.up_proj", self.gate_up[hidden:]
+        yield "mlp.down_proj", self.down
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Name and shape of every array in the file; the output layer is the embedding."""
-    layers = {
-        f"model.layers.{layer}.{name}.weight": shape
-        for layer in range(config.num_layers)
-        for name, shape in layer_shapes(config).items()
-    }
-    return {
-        "model.embed_tokens.weight": (config.vocabulary_size, config.width),
-        **layers,
-        "model.norm.weight": (config.width,),
-    }
+class Weights(NamedTuple):
+    """All weights of a decoder, float32; the output layer is the embedding."""
+
+    embedding: np.ndarray  # [vocabulary, width]
+    layers: list[Layer]
+    final_norm: np.ndarray  # [width]
+
+    @classmethod
+    def empty(cls, config: Config) -> Self:
+        """Room for the weights of this shape, to be filled through `named`."""
+        width, queries = config.width, config.num_q_heads * config.head_dim
+        heads = (config.num_q_heads + 2 * config.num_kv_heads) * config.head_dim
+        hidden = config.hidden
+        shapes = [(width,), (heads, width), (width, queries), (width,), (2 * hidden, width), (width, hidden)]
+        return cls(
+            np.empty((config.vocabulary_size, width), np.float32),
+            [Layer(*(np.empty(shape, np.float32) for shape in shapes)) for _ in range(config.num_layers)],
+            np.empty(width, np.float32),
+        )
+
+    def named(self) -> dict[str, np.ndarray]:
+        """Every array of a weights file by its name, as a view: what is written to it is written to the weights."""
+        layers = {
+            f"model.layers.{i}.{name}.weight": array
+            for i, layer in enumerate(self.layers)
+            for name, array in layer.named()
+        }
+        return {"model.embed_tokens.weight": self.embedding, **layers, "model.norm.weight": self.final_norm}
 
 
-def read_weights(path: Path) -> tuple[Config, str, dict[str, np.ndarray]]:
+def read_weights(path: Path) -> tuple[Config, str, Weights]:
     """Read a weights file and check everything that can be checked.
 
     Args: path: the .npz; a .json of the same name lies beside it.
-    Returns: the shape, the vocabulary, and float32 arrays by name.
+    Returns: the shape, the vocabulary, and the weights.
     Raises: WeightsError if one of the two is missing or damaged.
     """
     config, vocabulary, checksum = _read_description(path.with_suffix(".json"))
@@ -78,26 +108,26 @@ def read_weights(path: Path) -> tuple[Config, str, dict[str, np.ndarray]]:
         raise WeightsError(f"{path} is damaged: sha256 {checksum} was expected, it has {found}")
     try:
         with np.load(io.BytesIO(content), allow_pickle=False) as file:
-            weights = {name: file[name] for name in file.files}
+            arrays = {name: file[name] for name in file.files}
     except (ValueError, TypeError, OSError, EOFError, zipfile.BadZipFile, zlib.error) as error:
         raise WeightsError(f"{path} is damaged: a zip of arrays (.npz) was expected ({error})") from error
-    return config, vocabulary, check_weights(weights, config, path)
+    return config, vocabulary, checked_weights(arrays, config, path)
 
 
-def check_weights(weights: dict[str, np.ndarray], config: Config, path: Path) -> dict[str, np.ndarray]:
-    """The arrays that a shape asks for, as float32; WeightsError names the first that is not as it should be."""
-    checked = {}
-    for name, shape in shapes(config).items():
-        if name not in weights:
-            raise WeightsError(f"{path} lacks the array {name} {list(shape)}")
-        array = weights[name]
-        if array.shape != shape or array.dtype.kind != "f":
-            expected = f"floating point {list(shape)} was expected"
+def checked_weights(arrays: dict[str, np.ndarray], config: Config, path: Path) -> Weights:
+    """The weights that a shape asks for; WeightsError names the first array that is not as it should be."""
+    weights = Weights.empty(config)
+    for name, room in weights.named().items():
+        if name not in arrays:
+            raise WeightsError(f"{path} lacks the array {name} {list(room.shape)}")
+        array = arrays[name]
+        if array.shape != room.shape or array.dtype.kind != "f":
+            expected = f"floating point {list(room.shape)} was expected"
             raise WeightsError(f"{path}: {name} is {array.dtype} {list(array.shape)}, {expected}")
         if not np.isfinite(array).all():
             raise WeightsError(f"{path}: {name} has {np.sum(~np.isfinite(array))} values that are not finite")
-        checked[name] = array.astype(np.float32)
-    return checked
+        room[...] = array
+    return weights
 
 
 def _read_description(path: Path) -> tuple[Config, str, str | None]:

@@ -173,16 +173,58 @@ def test_samples_share_the_full_blocks_of_the_prompt(model, night, block_size):
 
 def test_a_prompt_is_computed_once_for_all_samples(model, night, monkeypatch):
     counts = []
-    forward = type(model).forward
+    decode = type(model).decode
 
-    def counting(self, cache, seq_ids, tokens):
-        counts.append(sum(len(chunk) for chunk in tokens))
-        return forward(self, cache, seq_ids, tokens)
+    def counting(self, tokens, *rest):
+        counts.append(len(tokens))
+        return decode(self, tokens, *rest)
 
-    monkeypatch.setattr(type(model), "forward", counting)
+    monkeypatch.setattr(type(model), "decode", counting)
     cache, _ = watched_cache(model, 60, 4)
     list(sample(model, cache, night, 3, num_samples=5))
     assert counts == [10, 5, 5]
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+def test_a_text_ends_with_the_end_token(model, night, recomputed, block_size):
+    end = recomputed[9]
+    length = recomputed.index(end) + 1
+    cache, _ = watched_cache(model, 70, block_size)
+    assert list(greedy(model, cache, night, 60, end=end)) == recomputed[:length]
+    assert_empty(cache)
+
+
+def test_a_sample_that_ends_frees_its_blocks_and_changes_no_other(model, night):
+    def texts(end, watch=lambda cache: None):
+        cache, _ = watched_cache(model, 200, 4)
+        steps = []
+        for tokens in sample(
+            model, cache, night, 30, num_samples=5, random=np.random.default_rng(3), end=end
+        ):
+            steps.append(tokens)
+            watch(cache)
+        assert_empty(cache)
+        return np.array(steps).T  # [num_samples, steps]
+
+    whole, living = texts(None), []
+    end = int(whole[2, 6])
+    cut = texts(end, lambda cache: living.append(len(cache.seq_ids)))
+    for one, other in zip(whole, cut, strict=True):
+        length = [*one.tolist(), end].index(end) + 1  # up to the first end token, that included
+        assert other.tolist() == [*one[:length].tolist(), *[end] * 30][: cut.shape[1]]
+    running = [sum(end not in row[:step].tolist() for row in cut) for step in range(len(living))]
+    assert living == running  # when tokens are shown, those that they end are still there
+    assert running[-1] < 5
+
+
+def test_nothing_is_computed_after_all_samples_have_ended(model, night):
+    cache, _ = watched_cache(model, 60, 4)
+    first = next(iter(sample(model, cache, night, 1, sampling=Sampling(top_k=1))))
+    steps = list(
+        sample(model, cache, night, 20, num_samples=3, sampling=Sampling(top_k=1), end=int(first[0]))
+    )
+    assert np.array(steps).tolist() == [[first[0]] * 3]
+    assert_empty(cache)
 
 
 # --- beams

