@@ -165,7 +165,7 @@ def test_children_of_multiprocessing_take_nothing_either(pool):
         file.write_text(script)
         begin = f"import runpy; runpy.run_path({str(file)!r}, run_name='__main__')"
         process = Process(pool, begin=begin)
-        assert process.opened == "3.0"
+        assert process.opened == "2.0"
         assert exists(pool)
         assert process.end() == ""
         assert not exists(pool)
