@@ -1,6 +1,8 @@
 """A Redis server inside this process, for lessons and tests on machines without one."""
 
 import atexit
+import functools
+import os
 import threading
 
 
@@ -23,3 +25,11 @@ def embedded_server() -> str:
     atexit.register(server.shutdown)
     host, port = server.server_address
     return f"redis://{host}:{port}"
+
+
+def default_url() -> str:
+    """$REDIS_URL, or else one server for the whole process."""
+    return os.environ.get("REDIS_URL") or _embedded()
+
+
+_embedded = functools.cache(embedded_server)

@@ -1,0 +1,135 @@
+"""One connection to the server that holds a pool, and the scripts that run there."""
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from importlib import resources
+from urllib.parse import urlsplit
+
+from .errors import CoordinatorError, Unreachable
+
+VERSION = "v1"  # of the keys and of what they hold
+PARTS = "pool workers seqs tables owners plain cached sealed holders copying replies parcels"
+FIRST_PAUSE = 0.01  # seconds before a cut connection is tried again; doubles
+
+
+@functools.cache
+def script(name: str) -> tuple[bytes, bytes]:
+    """The text of a script with the library before it, and the SHA-1 by which the server knows it."""
+    folder = resources.files(__package__) / "scripts"
+    text = b"\n".join((folder / f"{part}.lua").read_bytes() for part in ("library", name))
+    return text, hashlib.sha1(text).hexdigest().encode()
+
+
+def keys_of(pool: str) -> list[bytes]:
+    """All keys of a pool. They share one hash tag, so a Redis Cluster keeps them on one server."""
+    return [f"{{pagedkv:{pool}}}:{VERSION}:{name}".encode() for name in PARTS.split()]
+
+
+def connect(url: str, timeout: float):
+    """A client of redis-py that tries once: whether to send again is for those to say who number their requests.
+
+    Raises: ImportError without the extra `redis`, ValueError for a URL that is none.
+    """
+    try:
+        import redis
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+    except ImportError:
+        raise ImportError('a shared pool needs redis-py: pip install "pagedkv[redis]"') from None
+    try:
+        return redis.Redis.from_url(
+            url,
+            socket_timeout=timeout,
+            socket_connect_timeout=timeout,
+            retry=Retry(NoBackoff(), 0),
+            protocol=2,
+        )
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"url must be redis://HOST:PORT or the like, got {url!r}: {error}") from None
+
+
+def shown(url: str) -> str:
+    """A URL without its password."""
+    parts = urlsplit(url)
+    return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
+
+
+class Scripts:
+    """Runs the pool's scripts: each call is one round trip, and one whole change or none.
+
+    Args: url, pool, timeout: as in RedisBlockManager; retried: called when a request is sent once more.
+    """
+
+    def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
+        self.url, self.pool, self.timeout = url, pool, timeout
+        self._client = connect(url, timeout)
+        self._keys = keys_of(pool)
+        self._retried = retried
+
+    def run(self, name: str, *arguments) -> list[bytes]:
+        """Run a script. What it replies: a status, then sections.
+
+        A request whose reply was lost is sent again until `timeout` is over: scripts bear that.
+        """
+        import redis
+
+        deadline, pause = time.monotonic() + self.timeout, FIRST_PAUSE
+        while True:
+            try:
+                return sections_of(self._run(name, arguments))
+            except redis.AuthenticationError as error:
+                raise CoordinatorError(f"{self._where} refuses the password in url: {error}") from None
+            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+                if time.monotonic() + pause > deadline:
+                    raise Unreachable(
+                        f"{self._where} did not answer within timeout = {self.timeout:g} s (is url right?): {error}"
+                    ) from None
+                time.sleep(pause)
+                pause *= 2
+                self._retried()
+            except redis.ResponseError as error:
+                raise self._said(error) from None
+
+    def close(self) -> None:
+        self._client.close()
+
+    def _run(self, name: str, arguments: tuple) -> bytes:
+        import redis
+
+        text, sha = script(name)
+        try:
+            return self._client.execute_command("EVALSHA", sha, len(self._keys), *self._keys, *arguments)
+        except redis.exceptions.NoScriptError:
+            return self._client.execute_command("EVAL", text, len(self._keys), *self._keys, *arguments)
+
+    @property
+    def _where(self) -> str:
+        return f"pool {self.pool!r} at {shown(self.url)}:"
+
+    def _said(self, error: Exception) -> CoordinatorError:
+        """What the server complains of, and the setting that it is about."""
+        text = str(error)
+        if "WRONGTYPE" in text:
+            hint = f"pool = {self.pool!r}: its keys hold something else already"
+        elif "READONLY" in text or "read only" in text:
+            hint = "url must name the primary, this server is a read-only replica"
+        elif "NOAUTH" in text or "WRONGPASS" in text:
+            hint = "it refuses the password in url"
+        elif "NOPERM" in text:
+            hint = "the user in url may not do this"
+        elif "OOM" in text:
+            hint = "its maxmemory is used up"
+        else:
+            hint = "it refuses a script"
+        return CoordinatorError(f"{self._where} {hint} ({text})")
+
+
+def sections_of(reply: bytes) -> list[bytes]:
+    found, place = [], 0
+    while place < len(reply):
+        end = place + 4 + int.from_bytes(reply[place : place + 4], "little")
+        found.append(reply[place + 4 : end])
+        place = end
+    return found

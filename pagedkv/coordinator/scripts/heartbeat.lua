@@ -1,0 +1,6 @@
+-- Renew the lease.
+
+local refusal = fenced()
+if refusal then return refusal end
+renew()
+return reply("ok")
