@@ -70,6 +70,7 @@ class PagedKVCache:
                 f"(num_blocks, block_size) is {num_blocks, block_size}, of manager {pool}, of storage {kept}"
             )
         self._lock = threading.RLock()
+        self._last_plan = None, None  # what it was asked for, and the plan
 
     def __repr__(self) -> str:
         from .teach import pages  # only here: a drawing needs what stands above the engine
@@ -233,20 +234,19 @@ class PagedKVCache:
             window: keys that a query sees, its own included; share, threads: as in AttentionPlan.
         Raises: KeyError for unknown sequences; ValueError where a visible block was left behind.
         """
-        ids = as_ids(seq_ids)
+        ids, asked, manager = as_ids(seq_ids), np.asarray(num_queries), self.manager
+        how = {"window": window, "share": share, "threads": threads}
+        kind = (asked.dtype.str, asked.shape, asked.tobytes(), repr(how), ids)
         with self._lock:
-            manager = self.manager
-            return AttentionPlan(
-                manager.block_tables(ids),
-                manager.lengths(ids),
-                manager.block_size,
-                num_queries,
-                window=window,
-                share=share,
-                threads=threads,
-                seq_ids=ids,
-                versions=manager.versions(ids),
-            )
+            tables, lengths, versions = manager.block_tables(ids), manager.lengths(ids), manager.versions(ids)
+            kept, plan = self._last_plan
+            stale = kept == kind and np.count_nonzero(plan.versions != versions)
+            plan = plan.next(tables, lengths, versions) if stale else None
+            if plan is None:
+                whose = {"seq_ids": ids, "versions": versions}
+                plan = AttentionPlan(tables, lengths, manager.block_size, num_queries, **how, **whose)
+            self._last_plan = kind, plan
+            return plan
 
     def attend(
         self,

@@ -82,6 +82,7 @@ class AttentionPlan:
         self._tasks: dict[int, list[Task]] = {}  # by the numbers in a key, all heads together
         self._split: dict[tuple, tuple[list[list[Task]], int]] = {}  # by the kind of pages
         self._laid: dict[tuple, list[Laid]] = {}  # by workspace, shape and lane
+        self._checked: dict[tuple, tuple] = {}  # what `run` was given, and what it makes of that
 
     def run(
         self,
@@ -102,6 +103,31 @@ class AttentionPlan:
         Raises: ValueError for shapes and options that do not fit, and for pages that the plan was not made for.
         """
         query = as_floats("query", query).astype(np.float32, copy=False)
+        scale, soft_cap, shape = self._options(query, storage, scale, soft_cap)
+        keys, values = (storage.stored(name, layer) for name in ("keys", "values"))
+        scaled = query * scale
+        out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
+        lse = np.full(query.shape[:2], -np.inf) if return_lse else None  # [total_queries, heads]
+        lanes, largest = self._lanes(storage)
+
+        def compute(lane: int, workspace: Workspace) -> None:
+            key = (workspace, shape, storage.dtype, lane)
+            laid = self._laid.get(key)
+            if laid is None:  # the first layer lays out the views for all others
+                laid = self._laid[key] = [Laid(task, shape, storage, workspace) for task in lanes[lane]]
+            for task in laid:
+                task.run(scaled, keys, values, soft_cap, out, lse)
+
+        in_threads(len(lanes), compute, large=2 * largest * shape.group * shape.head_dim > PRODUCT)
+        return (out, lse) if return_lse else out
+
+    def _options(self, query: np.ndarray, storage: KVStorage, scale, soft_cap) -> tuple:
+        """Scale, soft cap and Shape, or ValueError; checked once for all layers."""
+        key = (storage, query.shape, scale, type(scale), soft_cap, type(soft_cap))
+        try:
+            return self._checked[key]
+        except (KeyError, TypeError):  # TypeError: an option that cannot be hashed
+            pass
         page = (storage.block_size, storage.num_kv_heads, storage.head_dim)
         check_shapes(query, page, page)
         check_rows(query, self.num_queries)
@@ -109,26 +135,42 @@ class AttentionPlan:
         if storage.block_size != self.block_size:
             raise ValueError(f"planned for blocks of {self.block_size}, the storage has {storage.block_size}")
         check_block(*self._highest, storage.num_blocks)
-        keys, values = (storage.stored(name, layer) for name in ("keys", "values"))
-        scaled = query * scale
         if storage.format.factor != 1:
-            scaled *= np.float32(storage.format.factor**0.5)
-        out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
-        lse = np.full(query.shape[:2], -np.inf) if return_lse else None  # [total_queries, heads]
-        shape = Shape(
-            storage.block_size, storage.num_kv_heads, query.shape[1] // storage.num_kv_heads, query.shape[2]
+            scale *= np.float32(storage.format.factor**0.5)
+        shape = Shape(*page[:2], query.shape[1] // page[1], page[2])
+        self._checked[key] = scale, soft_cap, shape
+        return self._checked[key]
+
+    def next(self, tables: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> "AttentionPlan | None":
+        """The plan of another step of the same sequences, if that is cut as this one was; else None.
+
+        Short sequences are laid out in parts, and most steps change none of their numbers: then it takes over all
+        views and fills them anew. This plan, which is stale by then, has to lay out its own again if it is used.
+
+        Args: tables, lengths, versions: as they are now, of the sequences that this was made for.
+        """
+        parts = [task.parts for tasks in list(self._tasks.values()) for task in tasks]
+        if not parts or self.window is not None or (self.num_queries != 1).any() or not lengths.all():
+            return None
+        if not all(part is not None and part.suit(self.lengths, lengths) for part in parts):
+            return None
+        if self.share and len(set(tables[:, 0].tolist())) < len(tables):
+            return None
+        batch = copy(self._batch)
+        batch.tables, batch.lengths, batch.first = tables.astype(np.int64), lengths, lengths - 1
+        plan = copy(self)
+        plan._batch, plan.lengths, plan.versions, plan._highest = (
+            batch,
+            lengths,
+            versions,
+            batch.check_blocks(),
         )
-        lanes, largest = self._lanes(storage)
-
-        def compute(lane: int, workspace: Workspace) -> None:
-            key = (workspace, shape, storage.dtype, lane)
-            if key not in self._laid:  # the first layer lays out the views for all others
-                self._laid[key] = [Laid(task, shape, storage, workspace) for task in lanes[lane]]
-            for laid in self._laid[key]:
-                laid.run(scaled, keys, values, soft_cap, out, lse)
-
-        in_threads(len(lanes), compute, large=2 * largest * shape.group * shape.head_dim > PRODUCT)
-        return (out, lse) if return_lse else out
+        self._tasks, self._split, self._laid = {}, {}, {}
+        if plan._highest != self._highest:
+            plan._checked = {}
+        for part in parts:
+            part.fill(batch)
+        return plan
 
     def tasks(self, storage: KVStorage) -> list[Task]:
         """How the batch is cut for pages of this shape."""
@@ -239,36 +281,31 @@ class _Batch:
         """Short sequences, cut into parts of one length: what is computed depends on a sequence's own parts only."""
         size, n = self.block_size, int(self.asked[rows[0]])
         blocks = max(1, (PART if self.width > PART // 2 else PART // 2) // size)  # of a part
-        begin = self.start[rows] // size
-        counts = -(-(-(-self.lengths[rows] // size) - begin) // blocks)  # parts of each sequence
+        counts = -(-(-(-self.lengths[rows] // size) - self.start[rows] // size) // blocks)  # parts of each
+        order = counts.argsort(kind="stable")  # so that what has equally many stands side by side
+        rows, counts = rows[order], counts[order]
         task_of = np.cumsum(counts) * blocks * size // min(SCORES // n, 4 * self.chunk)
         if task_of[-1] > task_of[0]:
             return [task for i in np.unique(task_of) for task in self._side_by_side(rows[task_of == i])]
         first = np.cumsum(counts) - counts
         whole = np.repeat(np.arange(len(rows)), counts)  # [parts]
-        begin = begin[whole] + (np.arange(len(whole)) - first[whole]) * blocks
-        of, pieces, positions = rows[whole], [], np.empty((len(whole), blocks * size), np.int64)
-        many = max(1, PARTS // (self.width * blocks * size))
+        of = rows[whole]
+        begin = self.start[of] // size + (np.arange(len(whole)) - first[whole]) * blocks
+        parts = _Parts(of, begin, blocks, self.short)
+        parts.fill(self)
+        pieces, many = [], max(1, PARTS // (self.width * blocks * size))
         for i in range(0, len(whole), many):
             part = slice(i, min(i + many, len(whole)))
-            piece, positions[part] = self._runs(of[part], begin[part], blocks, part, 0)
-            pieces.append(piece)
-        hidden = self._hidden(positions, self.first[of, None] + np.arange(n))
-        split = Split(whole, first, self._query_rows(rows))
-        return [Task(self._query_rows(of), len(whole), n, blocks * size, tuple(pieces), hidden, split)]
-
-    def _runs(self, rows, first, blocks: int, members: slice, column: int) -> tuple[Piece, np.ndarray]:
-        """So many blocks of each sequence from its block `first` on, and the positions [runs, tokens] of the keys."""
-        lengths, size = self.lengths[rows, None], self.block_size
-        entries = np.minimum(
-            first[:, None] + np.arange(blocks), (lengths - 1) // size
-        )  # its last one again: a hole
-        positions = first[:, None] * size + np.arange(blocks * size)  # [runs, tokens]
-        missing = (positions >= lengths) | (positions < self.start[rows, None])
-        positions[missing] = HIDDEN
-        holes = _as_slice(np.flatnonzero(missing)) if missing.any() else None
-        taken = self.tables[rows[:, None], entries]
-        return Piece(members, taken, 0, blocks * size, column, True, holes), positions
+            pieces.append(parts.piece(part, part, 0))
+        ends = np.flatnonzero(np.diff(counts, append=0))  # the last sequence of each number of parts
+        equal, member, sequence = [], 0, 0
+        for end in (ends + 1).tolist():
+            members = member + (end - sequence) * int(counts[end - 1])
+            equal.append((slice(member, members), slice(sequence, end)))
+            member, sequence = members, end
+        split = Split(whole, first, tuple(equal), self._query_rows(rows))
+        hidden = parts.hidden
+        return [Task(self._query_rows(of), len(whole), n, blocks * size, tuple(pieces), hidden, split, parts)]
 
     def _query_rows(self, rows: np.ndarray) -> slice | np.ndarray:
         return _as_slice((self.rows[rows, None] + np.arange(self.asked[rows[0]])).ravel())
@@ -351,8 +388,10 @@ class _Batch:
             many = max(1, self.chunk // max(1, blocks * size))
             for i in range(0, members if blocks else 0, many):
                 part = slice(i, min(i + many, members))
-                piece, positions[part, column:] = self._runs(rows[part], own[part], blocks, part, column)
-                pieces.append(piece)
+                tails = _Parts(rows[part], own[part], blocks, self.short)
+                tails.fill(self)
+                pieces.append(tails.piece(slice(None), part, column))
+                positions[part, column:] = np.where(tails.missing, HIDDEN, tails.positions)
         else:
             for i, (row, begin) in enumerate(zip(rows.tolist(), (own * size).tolist(), strict=True)):
                 stop = int(self.lengths[row])
@@ -360,6 +399,58 @@ class _Batch:
                 positions[i, column : column + stop - begin] = np.arange(begin, stop)
         hidden = self._hidden(positions, self.first[rows, None] + np.arange(n))
         return Task(self._query_rows(rows), members, n, positions.shape[1], tuple(pieces), hidden)
+
+
+class _Parts:
+    """Runs of equally many blocks, each of one sequence: what of them changes from step to step.
+
+    Args: of: rows of the batch [runs]; begin: the first block of each [runs]; blocks: of a run; short: keys of a
+        sequence that may be cut into such runs.
+    """
+
+    def __init__(self, of: np.ndarray, begin: np.ndarray, blocks: int, short: int):
+        self.of, self.begin, self.short = of, begin, short
+        self.entries = begin[:, None] + np.arange(blocks)  # [runs, blocks]
+        self.blocks = np.empty(self.entries.shape, np.intp)
+        self.positions = self.missing = self.hidden = None
+
+    def fill(self, batch: _Batch) -> None:
+        """Find the blocks, and what of them holds keys that nobody may see."""
+        size, of = batch.block_size, self.of
+        lengths = batch.lengths[of, None]
+        entries = np.minimum(self.entries, (lengths - 1) // size)  # its last one again: a hole
+        self.blocks[...] = batch.tables[of[:, None], entries]
+        if self.positions is None:
+            runs, tokens = len(of), self.entries.shape[1] * size
+            self.positions = self.begin[:, None] * size + np.arange(tokens)  # [runs, tokens]
+            self.missing = np.empty((runs, tokens), bool)
+            self.hidden = np.empty((runs, 1, int(batch.asked[of[0]]), tokens), bool)
+        np.greater_equal(self.positions, lengths, out=self.missing)
+        if batch.window is not None:
+            self.missing |= self.positions < batch.start[of, None]
+        keys = self.positions[:, None, None]
+        queries = (batch.first[of, None] + np.arange(self.hidden.shape[2]))[:, None, :, None]
+        np.greater(keys, queries, out=self.hidden)
+        if batch.window is not None:
+            self.hidden |= keys <= queries - batch.window
+
+    def piece(self, runs: slice, members: slice, column: int) -> Piece:
+        """Some of the runs, as what is gathered for these members."""
+        return Piece(
+            members,
+            self.blocks[runs],
+            0,
+            self.positions.shape[1],
+            column,
+            True,
+            self.missing[runs].reshape(-1),
+        )
+
+    def suit(self, before: np.ndarray, lengths: np.ndarray) -> bool:
+        """Whether sequences of these lengths would be cut into the same runs."""
+        tokens = self.positions.shape[1]
+        same = (before - 1) // tokens == (lengths - 1) // tokens
+        return lengths.max() <= self.short and np.count_nonzero(same) == len(same)
 
 
 def _as_slice(indices: np.ndarray) -> slice | np.ndarray:

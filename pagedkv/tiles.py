@@ -14,6 +14,7 @@ from .storage import KVStorage
 
 TILE = 128  # keys of one product, or a multiple of it that fits into
 PRODUCT = 1 << 18  # multiplications: OpenBLAS has a fast path for small products and no threads for them
+FEW = 2  # rows that are multiplied one by one
 ROWS = 4  # OpenBLAS is fast at multiples of so many rows, so queries are padded: 7 rows take longer than 8
 LOWEST, TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
 
@@ -22,12 +23,14 @@ class Piece(NamedTuple):
     """Keys that one call gathers: one run of positions that all its members read, or one run for each of them."""
 
     members: slice  # of the task
-    blocks: np.ndarray  # intp [runs, blocks]: runs is 1, or the number of members
+    blocks: np.ndarray  # intp [runs, blocks]: runs is 1, or the number of members; a later step may refill it
     skip: int  # slots of the first block in front of the first key
     tokens: int  # of each run
     column: int  # of the scores, where the keys begin
     each: bool = False  # one run for each member
-    holes: slice | np.ndarray | None = None  # which of the gathered slots hold no key that may be seen
+    holes: np.ndarray | None = (
+        None  # bool [runs · tokens]: which slots hold no key that may be seen, likewise
+    )
 
 
 class Split(NamedTuple):
@@ -35,6 +38,7 @@ class Split(NamedTuple):
 
     whole: np.ndarray  # intp [members]  the sequence that each belongs to, from 0 on
     first: np.ndarray  # intp [sequences]  the first member of each
+    equal: tuple[tuple[slice, slice], ...]  # members and sequences that have equally many parts, side by side
     rows: slice | np.ndarray  # of the query, sequence after sequence
 
 
@@ -48,6 +52,7 @@ class Task(NamedTuple):
     pieces: tuple[Piece, ...]
     hidden: np.ndarray | None = None  # bool [members, 1, queries, the last columns]: what a query may not see
     split: Split | None = None  # where members are parts of sequences
+    parts: object = None  # whoever can refill such a task for a later step
 
     @property
     def cost(self) -> int:
@@ -93,7 +98,11 @@ class Workspace:
 
 
 class Product(NamedTuple):
-    """Views of some keys and values of a piece, tile by tile (or run by run), and of what they meet and make."""
+    """Views of some keys and values of a piece, tile by tile (or run by run), and of what they meet and make.
+
+    Where there are FEW rows, each is an axis of its own, [tiles or runs, kv_heads, rows, 1, …]: a product of a matrix
+    and a vector need not be packed for BLAS.
+    """
 
     q: np.ndarray  # [1 or runs, kv_heads, rows, head_dim]
     keys: np.ndarray  # [tiles or runs, kv_heads, head_dim, tokens]
@@ -102,6 +111,14 @@ class Product(NamedTuple):
     scales: np.ndarray | None  # [tiles or runs, kv_heads, 1, tokens]
     part: np.ndarray  # [tiles or runs, kv_heads, rows, head_dim]
     out: np.ndarray  # [1 or runs, kv_heads, rows, head_dim]
+
+    def row_by_row(self) -> "Product":
+        """The same with rows as an axis of their own."""
+        q, scores, part, out = (a[..., None, :] for a in (self.q, self.scores, self.part, self.out))
+        keys, values = self.keys[:, :, None], self.values[:, :, None]
+        return Product(
+            q, keys, scores, values, None if self.scales is None else self.scales[:, :, None], part, out
+        )
 
 
 class Gather:
@@ -146,17 +163,9 @@ class Gather:
                 S = S[0].reshape(kv, -1, tiles, length).transpose(2, 0, 1, 3)
             part = workspace.array("parts", (many, kv, q.shape[2], head_dim))
             by = None if scales is None else scales[:, start:stop].reshape(many, length, kv)
-            self.products.append(
-                Product(
-                    q,
-                    K.transpose(0, 2, 3, 1),
-                    S,
-                    K.transpose(0, 2, 1, 3),
-                    None if by is None else by.transpose(0, 2, 1)[:, :, None],
-                    part,
-                    out,
-                )
-            )
+            by = None if by is None else by.transpose(0, 2, 1)[:, :, None]
+            product = Product(q, K.transpose(0, 2, 3, 1), S, K.transpose(0, 2, 1, 3), by, part, out)
+            self.products.append(product.row_by_row() if q.shape[2] <= FEW else product)
 
     def load(self, pages: np.ndarray, scales: np.ndarray | None) -> None:
         """Copy the blocks of one layer's keys or values here, as float32."""
@@ -177,7 +186,7 @@ class Laid:
     def __init__(self, task: Task, shape: Shape, storage: KVStorage, workspace: Workspace):
         m, n, kv, group = task.members, task.queries, shape.kv_heads, shape.group
         rows = group * n
-        padded = rows if rows <= 2 else -(-rows // ROWS) * ROWS
+        padded = rows if rows <= FEW else -(-rows // ROWS) * ROWS
         self.task, self.format = task, storage.format
         self.rows = task.rows if task.split is None else task.split.rows
         self.q = workspace.array("queries", (kv, m, padded, shape.head_dim))
@@ -198,6 +207,14 @@ class Laid:
         self.at_once = task.split is not None or (
             len(products) == len(products[0]) == 1 and len(products[0][0].part) == len(products[0][0].out)
         )
+        self.found, self.sums = self.answered, []
+        if task.split is not None:
+            sequences = len(task.split.first)
+            self.found = workspace.array("sums", (kv, sequences, rows, shape.head_dim))
+            for members, some in task.split.equal:
+                whole = self.found[:, some]  # [kv_heads, some sequences, rows, head_dim]
+                parts = self.answered[:, members].reshape(*whole.shape[:2], -1, *whole.shape[2:])
+                self.sums.append((parts, whole))
         if self.at_once:  # nothing to add up
             for some in products:
                 some[:] = [product._replace(part=product.out) for product in some]
@@ -255,7 +272,9 @@ class Laid:
                 np.matmul(p.scores, p.values, out=p.part)
                 if not self.at_once:
                     p.out[...] += p.part if len(p.part) == len(p.out) else np.add.reduce(p.part, axis=0)
-        found = self.answered if split is None else np.add.reduceat(self.answered, split.first, axis=1)
+        for parts, whole in self.sums:
+            np.add.reduce(parts, 2, None, whole)
+        found = self.found
         found /= total
         out[self.rows] = _by_query(found, self.task.queries).reshape(-1, *out.shape[1:])
 
