@@ -206,7 +206,8 @@ class BlockTables:
 
     def step(self, rows: np.ndarray, growing: np.ndarray, at: np.ndarray, blocks: np.ndarray) -> None:
         """Grow every row by one position, and those of `growing` by a block that becomes their entry `at`."""
-        self._entries[growing, at] = blocks
+        if len(growing):
+            self._entries[growing, at] = blocks
         self._lengths[rows] += 1
         self._touch(rows)
 

@@ -133,7 +133,8 @@ class PagedKVCache:
             if self.storage.poisoned:  # a block that was cached until now still holds what it was cached for
                 first_slots = reservation.slots[reservation.slots % self.block_size == 0]
                 self.storage.poison([*(first_slots // self.block_size), *reservation.copies[:, 1]])
-            self.storage.copy_blocks(reservation.copies)
+            if len(reservation.copies):
+                self.storage.copy_blocks(reservation.copies)
             return reservation
 
     def truncate(self, seq_id: SeqId, length: int) -> np.ndarray:
@@ -236,7 +237,7 @@ class PagedKVCache:
         """
         ids, asked, manager = as_ids(seq_ids), np.asarray(num_queries), self.manager
         how = {"window": window, "share": share, "threads": threads}
-        kind = (asked.dtype.str, asked.shape, asked.tobytes(), repr(how), ids)
+        kind = (ids, asked.dtype.str, asked.shape, asked.tobytes(), repr(how))
         with self._lock:
             tables, lengths, versions = manager.block_tables(ids), manager.lengths(ids), manager.versions(ids)
             kept, plan = self._last_plan
@@ -271,10 +272,11 @@ class PagedKVCache:
         return out
 
     def _check_current(self, seq_ids: tuple[SeqId, ...], versions: np.ndarray) -> None:
+        """StalePlan unless the sequences still have these versions."""
         try:
-            current = self.versions(seq_ids)
+            with self._lock:
+                changed = self.manager.versions(seq_ids) != versions
         except KeyError as error:
             raise StalePlan(error.args[0]) from None
-        changed = np.flatnonzero(current != versions)
-        if changed.size:
-            raise StalePlan(f"sequence {seq_ids[changed[0]]!r} changed after this was planned")
+        if np.count_nonzero(changed):
+            raise StalePlan(f"sequence {seq_ids[changed.argmax()]!r} changed after this was planned")

@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import nullcontext
 from copy import copy
 
 import numpy as np
@@ -22,7 +21,7 @@ SHORT = (
 PART = (
     128  # keys of a part: short sequences are cut into parts of one length, half of it where keys are small
 )
-PARTS = 1 << 18  # numbers of all parts that one call gathers
+PARTS = 1 << 17  # numbers of all parts that one call gathers
 MOST_ASKED = 32  # queries of a short sequence
 SCORES = 1 << 17  # of a task, per query head; more queries are cut into several tasks
 MOST_QUERIES, LEAST_QUERIES = (
@@ -78,11 +77,11 @@ class AttentionPlan:
         self.total_queries = int(counts.sum())
         self.share = share
         self._batch = _Batch(tables, lengths, counts, block_size, window)
-        self._highest = self._batch.check_blocks()
+        self._highest, *_ = self._batch.check_blocks()
         self._tasks: dict[int, list[Task]] = {}  # by the numbers in a key, all heads together
         self._split: dict[tuple, tuple[list[list[Task]], int]] = {}  # by the kind of pages
         self._laid: dict[tuple, list[Laid]] = {}  # by workspace, shape and lane
-        self._checked: dict[tuple, tuple] = {}  # what `run` was given, and what it makes of that
+        self._ready: dict[tuple, tuple] = {}  # what `run` was given, and what it makes of that
 
     def run(
         self,
@@ -103,30 +102,34 @@ class AttentionPlan:
         Raises: ValueError for shapes and options that do not fit, and for pages that the plan was not made for.
         """
         query = as_floats("query", query).astype(np.float32, copy=False)
-        scale, soft_cap, shape = self._options(query, storage, scale, soft_cap)
-        keys, values = (storage.stored(name, layer) for name in ("keys", "values"))
+        scale, soft_cap, kind, lanes, large = self._prepared(query, storage, scale, soft_cap)
+        if self._highest >= storage.num_blocks:
+            check_block(*self._batch.check_blocks(), storage.num_blocks)
+        keys, values = storage.stored("keys", layer), storage.stored("values", layer)
         scaled = query * scale
         out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
         lse = np.full(query.shape[:2], -np.inf) if return_lse else None  # [total_queries, heads]
-        lanes, largest = self._lanes(storage)
 
         def compute(lane: int, workspace: Workspace) -> None:
-            key = (workspace, shape, storage.dtype, lane)
-            laid = self._laid.get(key)
+            laid = self._laid.get((workspace, kind, lane))
             if laid is None:  # the first layer lays out the views for all others
-                laid = self._laid[key] = [Laid(task, shape, storage, workspace) for task in lanes[lane]]
+                laid = [Laid(task, kind[0], storage, workspace) for task in lanes[lane]]
+                self._laid[workspace, kind, lane] = laid
             for task in laid:
                 task.run(scaled, keys, values, soft_cap, out, lse)
 
-        in_threads(len(lanes), compute, large=2 * largest * shape.group * shape.head_dim > PRODUCT)
+        in_threads(len(lanes), compute, large)
         return (out, lse) if return_lse else out
 
-    def _options(self, query: np.ndarray, storage: KVStorage, scale, soft_cap) -> tuple:
-        """Scale, soft cap and Shape, or ValueError; checked once for all layers."""
-        key = (storage, query.shape, scale, type(scale), soft_cap, type(soft_cap))
+    def _prepared(self, query: np.ndarray, storage: KVStorage, scale, soft_cap) -> tuple:
+        """What is the same for all layers: scale, soft cap, kind of pages, lanes, whether products are large.
+
+        Raises: ValueError for what does not fit.
+        """
+        given = (storage, query.shape, scale, type(scale), soft_cap, type(soft_cap))
         try:
-            return self._checked[key]
-        except (KeyError, TypeError):  # TypeError: an option that cannot be hashed
+            return self._ready[given]
+        except (KeyError, TypeError):  # TypeError: an option that cannot even be hashed
             pass
         page = (storage.block_size, storage.num_kv_heads, storage.head_dim)
         check_shapes(query, page, page)
@@ -134,12 +137,14 @@ class AttentionPlan:
         scale, soft_cap = checked_options(query, scale, self.window, soft_cap)
         if storage.block_size != self.block_size:
             raise ValueError(f"planned for blocks of {self.block_size}, the storage has {storage.block_size}")
-        check_block(*self._highest, storage.num_blocks)
+        check_block(*self._batch.check_blocks(), storage.num_blocks)
         if storage.format.factor != 1:
             scale *= np.float32(storage.format.factor**0.5)
         shape = Shape(*page[:2], query.shape[1] // page[1], page[2])
-        self._checked[key] = scale, soft_cap, shape
-        return self._checked[key]
+        lanes, largest = self._lanes(storage)
+        large = 2 * largest * shape.group * shape.head_dim > PRODUCT
+        self._ready[given] = scale, soft_cap, (shape, storage.dtype), lanes, large
+        return self._ready[given]
 
     def next(self, tables: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> "AttentionPlan | None":
         """The plan of another step of the same sequences, if that is cut as this one was; else None.
@@ -150,26 +155,21 @@ class AttentionPlan:
         Args: tables, lengths, versions: as they are now, of the sequences that this was made for.
         """
         parts = [task.parts for tasks in list(self._tasks.values()) for task in tasks]
-        if not parts or self.window is not None or (self.num_queries != 1).any() or not lengths.all():
+        if not parts or self.window is not None or np.count_nonzero(self.num_queries != 1):
             return None
         if not all(part is not None and part.suit(self.lengths, lengths) for part in parts):
             return None
         if self.share and len(set(tables[:, 0].tolist())) < len(tables):
             return None
-        batch = copy(self._batch)
+        batch, plan = copy(self._batch), copy(self)
         batch.tables, batch.lengths, batch.first = tables.astype(np.int64), lengths, lengths - 1
-        plan = copy(self)
-        plan._batch, plan.lengths, plan.versions, plan._highest = (
-            batch,
-            lengths,
-            versions,
-            batch.check_blocks(),
-        )
-        self._tasks, self._split, self._laid = {}, {}, {}
-        if plan._highest != self._highest:
-            plan._checked = {}
+        plan._batch, plan.lengths, plan.versions = batch, lengths, versions
+        self._tasks, self._split, self._laid, self._ready = {}, {}, {}, {}
         for part in parts:
             part.fill(batch)
+        if min(int(part.blocks.min()) for part in parts) < 0:
+            return None
+        plan._highest = max(int(part.blocks.max()) for part in parts)
         return plan
 
     def tasks(self, storage: KVStorage) -> list[Task]:
@@ -409,30 +409,37 @@ class _Parts:
     """
 
     def __init__(self, of: np.ndarray, begin: np.ndarray, blocks: int, short: int):
-        self.of, self.begin, self.short = of, begin, short
-        self.entries = begin[:, None] + np.arange(blocks)  # [runs, blocks]
+        self.of, self.begin, self.short = of[:, None], begin[:, None], short
+        self.entries = self.begin + np.arange(blocks)  # [runs, blocks]
         self.blocks = np.empty(self.entries.shape, np.intp)
         self.positions = self.missing = self.hidden = None
 
     def fill(self, batch: _Batch) -> None:
         """Find the blocks, and what of them holds keys that nobody may see."""
-        size, of = batch.block_size, self.of
-        lengths = batch.lengths[of, None]
+        size, lengths = batch.block_size, batch.lengths[self.of]  # [runs, 1]
         entries = np.minimum(self.entries, (lengths - 1) // size)  # its last one again: a hole
-        self.blocks[...] = batch.tables[of[:, None], entries]
+        self.blocks[...] = batch.tables[self.of, entries]
         if self.positions is None:
-            runs, tokens = len(of), self.entries.shape[1] * size
-            self.positions = self.begin[:, None] * size + np.arange(tokens)  # [runs, tokens]
-            self.missing = np.empty((runs, tokens), bool)
-            self.hidden = np.empty((runs, 1, int(batch.asked[of[0]]), tokens), bool)
+            self._lay_out(batch)
         np.greater_equal(self.positions, lengths, out=self.missing)
         if batch.window is not None:
-            self.missing |= self.positions < batch.start[of, None]
-        keys = self.positions[:, None, None]
-        queries = (batch.first[of, None] + np.arange(self.hidden.shape[2]))[:, None, :, None]
-        np.greater(keys, queries, out=self.hidden)
-        if batch.window is not None:
-            self.hidden |= keys <= queries - batch.window
+            self.missing |= self.positions < batch.start[self.of]
+        queries = self.hidden.shape[2]
+        if queries > 1 or batch.window is not None:  # else hidden is what is missing
+            asked = (batch.first[self.of] + np.arange(queries))[:, None, :, None]
+            keys = self.positions[:, None, None]
+            np.greater(keys, asked, out=self.hidden)
+            if batch.window is not None:
+                self.hidden |= keys <= asked - batch.window
+
+    def _lay_out(self, batch: _Batch) -> None:
+        runs, blocks = self.entries.shape
+        queries, tokens = int(batch.asked[self.of[0, 0]]), blocks * batch.block_size
+        self.positions = self.begin * batch.block_size + np.arange(tokens)  # [runs, tokens]
+        self.missing = np.empty((runs, tokens), bool)
+        self.hidden = self.missing[:, None, None]  # [runs, 1, queries, tokens]
+        if queries > 1 or batch.window is not None:
+            self.hidden = np.empty((runs, 1, queries, tokens), bool)
 
     def piece(self, runs: slice, members: slice, column: int) -> Piece:
         """Some of the runs, as what is gathered for these members."""
@@ -483,7 +490,9 @@ def in_threads(lanes: int, compute: Callable[[int, Workspace], None], large: boo
     """
     workspaces = [_borrowed() for _ in range(lanes)]
     try:
-        with one_blas_thread if lanes > 1 or large else nullcontext():
+        if lanes == 1 and not large:
+            return compute(0, workspaces[0])
+        with one_blas_thread:
             others = [_threads().submit(compute, i, workspaces[i]) for i in range(1, lanes)]
             try:
                 compute(0, workspaces[0])

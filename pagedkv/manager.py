@@ -480,7 +480,7 @@ class BlockManager(Observed):
         """
         start, limit = self.tables.length(rows), self.tables.max_length  # [batch]
         entry, offset = np.divmod(start, self.block_size)  # [batch]
-        growing = (offset == 0).nonzero()[0]  # places in the batch
+        growing = (offset == 0).nonzero()[0]  # places in the batch of those that need a block
         if len(growing) > self.num_free or not np.count_nonzero(start) == len(ids) > 0:
             return None
         if limit is not None and np.count_nonzero(start >= limit):
@@ -490,8 +490,10 @@ class BlockManager(Observed):
         owners[growing] = 1
         if np.count_nonzero(owners > 1):
             return None
-        new, evicted = self._take(len(growing))
-        blocks[growing] = new
+        new = evicted = np.zeros(0, np.int32)
+        if len(growing):
+            new, evicted = self._take(len(growing))
+            blocks[growing] = new
         self.prefix_index.unseal(blocks)  # what is written in place opens
         self.tables.step(rows, rows[growing], entry[growing], new)
         slots = (blocks * self.block_size + offset).astype(np.int32)
