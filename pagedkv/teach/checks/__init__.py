@@ -12,4 +12,5 @@ from .lesson_07 import block_keys, give_back, hit, next_evicted, revive, stale_l
 from .lesson_08 import admit, crowded_line, preempt_until, resume, the_wall  # noqa: F401
 from .lesson_09 import check_page, save_atomically, survivors, temporary_line, who_keeps  # noqa: F401
 from .lesson_10 import diagnose, faulty_lines, quantile, rate, second_wall  # noqa: F401
+from .lesson_11 import fenced_write, late_writes, page_box, racing_lines, reap  # noqa: F401
 from .lesson_12 import choose, chunks, fair, flaws, interleaved  # noqa: F401

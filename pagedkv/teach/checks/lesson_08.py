@@ -12,9 +12,9 @@ from pagedkv.cache import PagedKVCache
 from pagedkv.lm import Llama
 from pagedkv.manager import BlockManager
 from pagedkv.serving import Engine, Scheduler
-from pagedkv.teach import pages, story
+from pagedkv.teach import pages, story, variants
 
-from ._core import Learner, Wrong, check, expect, seeded, show
+from ._core import SETTING, Learner, Wrong, check, expect, seeded, show
 
 # ---- by hand
 
@@ -22,22 +22,22 @@ from ._core import Learner, Wrong, check, expect, seeded, show
 @check("the wall by hand", wants="value")
 def the_wall(learner: Learner) -> str:
     """Both walls of the story: who gives way, blocks that come free, tokens to compute again."""
-    answer = learner.value
-    walls = (story.at_the_wall(), "abcd"), (story.second_wall(), "abc")
+    case, answer = variants.giving_way(SETTING.variant), learner.value
     rows = list(answer) if isinstance(answer, tuple | list) else []
     if len(rows) != 2 or not all(isinstance(row, tuple | list) and len(row) == 3 for row in rows):
         raise Wrong(
             f"answer is {show(answer)}; it takes two rows of three: (who, blocks that come free, tokens again)."
         )
-    for number, ((pool, names), row) in enumerate(zip(walls, rows, strict=True), start=1):
-        victim = names[-1]
+    for number, row in enumerate(rows, start=1):
+        pool, running, _ = case.wall(number)
+        victim = running[-1]
         held, tokens = len(pool.table(victim)), pool.manager.length(victim)
         strip = pool.strip(f"Wall {number}")
         who, freed, again = row
         if who != victim:
             raise Wrong(
                 f"Wall {number}: you let {who!r} give way.",
-                "a, b, c and d came in this order: who of those that run came last?",
+                f"{', '.join(case.answers)} came in this order: who of those that run came last?",
                 strip,
             )
         if freed != (truth := len(pool.free(victim))):
@@ -51,7 +51,10 @@ def the_wall(learner: Learner) -> str:
                 f"{victim} comes back to an empty table: which positions hold keys and values now?",
                 strip,
             )
-    return "d: 1 block, 12 tokens; c: 2 blocks, 16 tokens. What others still read does not come free."
+    told = "; ".join(
+        f"{who}: {freed} {'block' if freed == 1 else 'blocks'}, {again} tokens" for who, freed, again in rows
+    )
+    return f"{told}. What others still read does not come free."
 
 
 # ---- preempt_until(server)

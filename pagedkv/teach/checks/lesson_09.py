@@ -8,28 +8,28 @@ import numpy as np
 
 from pagedkv.store.loading import _cut
 from pagedkv.store.record import Layout
-from pagedkv.teach import pages, story
+from pagedkv.teach import pages, story, variants
 from pagedkv.teach.disk import Disk, Found
 
-from ._core import Learner, Wrong, _Raised, check, expect, seeded, show, sizes
+from ._core import SETTING, Learner, Wrong, _Raised, check, expect, seeded, show, sizes
 
 # ---- by hand
-
-DAMAGES = ((2,), (4, 5), (1, 6))  # blocks, after d was put off
 
 
 @check("who keeps what", wants="value")
 def who_keeps(learner: Learner) -> str:
-    """Three damages after the preemption of lesson 08: the tokens that a, b and c keep."""
-    answer = learner.value
-    pool = story.preempted()
+    """Three damages behind the first wall of lesson 08: the tokens that a, b and c keep."""
+    case, answer = variants.kept(SETTING.variant), learner.value
+    pool = case.put_off()
     names = pool.manager.seq_ids
     rows = list(answer) if isinstance(answer, tuple | list) else []
-    if len(rows) != len(DAMAGES) or not all(
+    if len(rows) != len(case.damages) or not all(
         isinstance(row, tuple | list) and len(row) == len(names) for row in rows
     ):
-        raise Wrong(f"answer is {show(answer)}; it takes three rows of three: the tokens of a, b and c.")
-    for number, (damaged, row) in enumerate(zip(DAMAGES, rows, strict=True), start=1):
+        each = f"{', '.join(names[:-1])} and {names[-1]}"
+        numbers = {2: "two", 3: "three", 4: "four"}[len(names)]
+        raise Wrong(f"answer is {show(answer)}; it takes three rows of {numbers}: the tokens of {each}.")
+    for number, (damaged, row) in enumerate(zip(case.damages, rows, strict=True), start=1):
         for (name, left), told in zip(story.tokens_left(pool, *damaged).items(), row, strict=True):
             if isinstance(told, bool) or not isinstance(told, int | np.integer) or told != left:
                 question = _why_kept(pool, name, damaged, told)

@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from pagedkv import PoolExhausted
-from pagedkv.metrics import Histogram, Metrics
-from pagedkv.teach import incidents, story
+from pagedkv.metrics import Histogram
+from pagedkv.teach import incidents, variants
 
 from ._core import SETTING, Learner, Wrong, call_text, check, seeded, show
 
@@ -20,41 +19,28 @@ def _number(value: Any) -> bool:
 # ---- by hand
 
 
-def second_wall_counted() -> tuple[int, int, int, float]:
-    """Tokens appended, clones, refusals and usage from the fork of the four answers to the second wall."""
-    pool = story.four_answers()
-    counted = Metrics(pool.manager)
-    for letters in (story.POSITION_10, story.POSITION_11, dict.fromkeys("abcd", "n")):
-        try:
-            pool.append(letters)
-        except PoolExhausted:
-            pool.free("d")
-    for letter in "now n":
-        try:
-            pool.append(dict.fromkeys("abc", letter))
-        except PoolExhausted:
-            break
-    return counted.appended, counted.cloned, counted.refused, 1 - pool.num_free / pool.manager.num_blocks
-
-
 @check("the second wall, counted", wants="value")
 def second_wall(learner: Learner) -> str:
-    """`answer`: appended, clones, refusals, usage when a, b and c are refused position 16."""
-    answer, truth = learner.value, second_wall_counted()
+    """`answer`: appended, clones, refusals, usage when those that are left are refused for the second time."""
+    case, answer = variants.counted(SETTING.variant), learner.value
+    pool, _, _ = case.wall(2)
+    truth = case.answer
     if not isinstance(answer, tuple | list) or len(answer) != 4 or not all(map(_number, answer)):
         raise Wrong(f"answer is {show(answer)}; it takes four numbers: appended, clones, refusals, usage.")
-    strip = story.second_wall().strip("The second wall")
+    strip = pool.strip("The second wall")
     questions = (
-        "four texts wrote positions 10 and 11, three wrote 12 to 15: does a refused token get a slot?",
-        "who still shared a half-full block when d had left? And does giving way copy anything?",
+        "how many texts wrote each position, before and behind the first wall: does a refused token get a slot?",
+        "who still shared a half-full block at the first wall? And does giving way copy anything?",
         "at which positions was the whole batch refused?",
-        "which of the eight boxes has no owner?",
+        "which of the boxes has no owner?",
     )
     names = ("tokens appended", "clones", "refusals", "usage")
     for name, given, right, question in zip(names, answer, truth, questions, strict=True):
         if not math.isclose(given, right, abs_tol=1e-9):
             raise Wrong(f"You say {name}: {show(given)}. The engine counted something else.", question, strip)
-    return "20 appended, 3 clones, 2 refusals, usage 1.00: and nothing is wrong with this pool."
+    appended, clones, refusals, usage = truth
+    told = f"{appended} appended, {clones} clones, {refusals} refusals, usage {usage:.2f}"
+    return f"{told}: and nothing is wrong with this pool."
 
 
 # ---- rate(samples)
