@@ -9,6 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
+import secrets
 import struct
 import sys
 import threading
@@ -42,8 +43,10 @@ class SharedStorage(KVStorage):
     """The pages of one pool in shared memory: the first process makes them, the others find them by the pool's name.
 
     Beside each page stands the digest of the text that it holds *on this machine*, or zeros: what a manager in Redis
-    believes of a block may be true on another machine, or before a restart. Whoever writes to a block calls `forget`
-    first, and `remember` when the block is full and final; then no crash leaves a false digest.
+    says of a block may be true on another machine, or before a restart. Every change of a page wipes its digest
+    first, `remember` sets it when the page is full and final: no crash leaves a false one.
+
+    `identity` is equal in two processes exactly if they see the same bytes.
 
     Args: pool: names the segment, any words; the others: as in KVStorage, the same in every process.
     Raises: ValueError if the segment is in use with another shape or dtype; OSError if there is not enough
@@ -68,7 +71,7 @@ class SharedStorage(KVStorage):
         facts = {"pool": str(pool)[:200], "shape": [int(n) for n in shape], "dtype": plan.dtype}
         first = -(-(PAGE + num_blocks * DIGEST_BYTES) // PAGE) * PAGE  # where the pages begin
         segment, self.created = _open(segment_name(pool), first + plan.nbytes * num_blocks, facts)
-        self.pool, self.name = str(pool), segment.name
+        self.pool, self.name, self.identity = str(pool), segment.name, segment.facts()["identity"]
         super().__init__(*shape, plan.dtype, buffer=segment.buf[first:])
         self.digests = np.ndarray((num_blocks, DIGEST_BYTES), np.uint8, segment.buf, PAGE)  # [num_blocks, 32]
         self._leave = weakref.finalize(self, _leave, segment, os.getpid())  # when the process ends, at last
@@ -84,8 +87,20 @@ class SharedStorage(KVStorage):
         self.digests[self._blocks(blocks)] = _rows(digests)
 
     def forget(self, blocks: ArrayLike) -> None:
-        """Say that pages are about to change."""
+        """Say that pages are about to change; for those who write to `arrays` themselves."""
         self.digests[self._blocks(blocks)] = 0
+
+    def put(self, layer: int | slice, slots: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
+        self.digests[np.asarray(slots) // self.block_size] = 0
+        super().put(layer, slots, encoded)
+
+    def copy_blocks(self, copies: ArrayLike, source: KVStorage | None = None) -> None:
+        self.digests[self._copies(copies, self if source is None else source)[:, 1]] = 0
+        super().copy_blocks(copies, source)
+
+    def set_page(self, block: int, page: dict[str, np.ndarray]) -> None:
+        self.forget([block])
+        super().set_page(block, page)
 
     # The end
 
@@ -293,7 +308,7 @@ def _enter(segment: Segment, new: bool, size: int, facts: dict) -> bool | None:
     if segment.lock(alone=False) is False:
         return None  # somebody is making it
     found = segment.facts()
-    if found == facts:
+    if found is not None and facts.items() <= found.items():
         return False
     alone = segment.lock(alone=True)
     if found is not None:
@@ -303,7 +318,7 @@ def _enter(segment: Segment, new: bool, size: int, facts: dict) -> bool | None:
         return None
     if alone is False or (alone is None and not new) or segment.size < size:
         return None
-    head = json.dumps(facts).encode()
+    head = json.dumps(facts | {"identity": secrets.token_hex(8)}).encode()
     segment.buf[16 : HEAD.size + len(head)] = HEAD.pack(MAGIC, len(head))[16:] + head
     segment.buf[:16] = MAGIC
     return True if segment.lock(alone=False) is not False else None
