@@ -104,6 +104,8 @@ class BlockAllocator(Observed):
         super().__init__(observers)
         self.num_blocks = whole_number("num_blocks", num_blocks, minimum=1)
         self._owners = np.zeros(self.num_blocks, np.int32)  # [num_blocks]
+        self._ref_counts = self._owners.view()
+        self._ref_counts.flags.writeable = False
         self._tally = np.zeros(self.num_blocks, np.int32)  # all zero between calls
         self._free = np.arange(self.num_blocks, dtype=np.int32)[::-1].copy()  # a stack: the front is its top
         self._num_plain = self.num_blocks  # so much of it is in use
@@ -136,9 +138,7 @@ class BlockAllocator(Observed):
     @property
     def ref_counts(self) -> np.ndarray:
         """Owners of every block: int32 [num_blocks], read only."""
-        view = self._owners.view()
-        view.flags.writeable = False
-        return view
+        return self._ref_counts
 
     def ref_count(self, block: int) -> int:
         """Owners of one block. Raises ValueError for an id that the pool does not have."""

@@ -63,7 +63,9 @@ class BlockTables:
         self._row_of: dict[SeqId, int] = {}
         self._batches: dict[tuple[SeqId, ...], np.ndarray] = {}  # their rows, until sequences come or go
         self._vacant: list[int] = []  # rows without a sequence
-        self._entries = np.full((0, 1), NOTHING, np.int32)  # [rows, entries]; both double when they run out
+        self._entries = np.full(
+            (0, 1), NOTHING, np.int32
+        )  # [rows, entries]; one more than the longest row needs
         self._lengths = np.zeros(0, np.int64)  # [rows]
         self._versions = np.zeros(0, np.int64)  # [rows]
         self._changes = 0
@@ -138,8 +140,7 @@ class BlockTables:
         return self._entries[rows, :width]
 
     def at(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """Entry `entries[i]` of row `rows[i]`; −1 where there is none (yet): int32 [batch]."""
-        self._widen(int(entries.max(initial=-1)) + 1)
+        """Entry `entries[i]` of row `rows[i]`; −1 for the next one that it will have: int32 [batch]."""
         return self._entries[rows, entries]
 
     def csr(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -182,7 +183,7 @@ class BlockTables:
 
     def put(self, row: int, entries: np.ndarray, length: int) -> None:
         """Replace a whole row."""
-        self._widen(len(entries))
+        self._widen(len(entries) + 1)
         self._entries[row, : len(entries)] = entries
         self._entries[row, len(entries) :] = NOTHING
         self._lengths[row] = length
@@ -198,7 +199,7 @@ class BlockTables:
         if len(blocks):
             growing = np.flatnonzero(counts)
             first, counts = self.num_entries(rows[growing]), counts[growing]
-            self._widen(int((first + counts).max()))
+            self._widen(int((first + counts).max()) + 1)
             place, entry = ragged(first, counts)
             self._entries[rows[growing][place], entry] = blocks
         self._lengths[rows] += tokens
@@ -207,6 +208,7 @@ class BlockTables:
     def step(self, rows: np.ndarray, growing: np.ndarray, at: np.ndarray, blocks: np.ndarray) -> None:
         """Grow every row by one position, and those of `growing` by a block that becomes their entry `at`."""
         if len(growing):
+            self._widen(int(at.max()) + 2)
             self._entries[growing, at] = blocks
         self._lengths[rows] += 1
         self._touch(rows)

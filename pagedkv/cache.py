@@ -190,7 +190,8 @@ class PagedKVCache:
         """
         with self._lock:
             self._check_current(reservation.seq_ids, reservation.versions)
-            self.storage.write(layer, reservation.slots, keys, values)
+            slots = reservation.slots  # the manager's: they need no check
+            self.storage.put(layer, slots, self.storage.encode(keys, values, (len(slots),)))
 
     def append(
         self,
@@ -237,7 +238,16 @@ class PagedKVCache:
         """
         ids, asked, manager = as_ids(seq_ids), np.asarray(num_queries), self.manager
         how = {"window": window, "share": share, "threads": threads}
-        kind = (ids, asked.dtype.str, asked.shape, asked.tobytes(), repr(how))
+        kind = (
+            ids,
+            asked.dtype.char,
+            asked.shape,
+            asked.tobytes(),
+            share,
+            *map(type, how.values()),
+            window,
+            threads,
+        )
         with self._lock:
             tables, lengths, versions = manager.block_tables(ids), manager.lengths(ids), manager.versions(ids)
             kept, plan = self._last_plan

@@ -29,6 +29,7 @@ from .prefix_cache import (
 from .snapshot import Snapshot, packed_texts
 
 MAX_SLOTS = 2**31  # slot numbers are int32
+NO_BLOCKS, NO_COPIES = np.zeros(0, np.int32), np.zeros((0, 3), np.int32)
 
 
 @dataclass(frozen=True)
@@ -490,17 +491,17 @@ class BlockManager(Observed):
         owners[growing] = 1
         if np.count_nonzero(owners > 1):
             return None
-        new = evicted = np.zeros(0, np.int32)
+        new = evicted = NO_BLOCKS
         if len(growing):
             new, evicted = self._take(len(growing))
             blocks[growing] = new
         self.prefix_index.unseal(blocks)  # what is written in place opens
         self.tables.step(rows, rows[growing], entry[growing], new)
         slots = (blocks * self.block_size + offset).astype(np.int32)
-        tokens, copies = np.ones(len(ids), np.int64), np.zeros((0, 3), np.int32)
+        tokens = np.ones(len(ids), np.int64)
         if self.observers:
-            self._tell_growth(started, ids, tokens, new, copies, np.zeros(0, np.int32), evicted)
-        return Reservation(ids, start, tokens, slots, copies, self.tables.version(rows))
+            self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, evicted)
+        return Reservation(ids, start, tokens, slots, NO_COPIES, self.tables.version(rows))
 
     def _plan_growth(
         self, ids: tuple[SeqId, ...], rows: np.ndarray, num_tokens: int | Sequence[int | None] | None
@@ -621,7 +622,7 @@ class BlockManager(Observed):
         """
         self.prefix_index.unseal(plan.tails[~plan.copies])
         if not np.count_nonzero(plan.copies):
-            return np.zeros((0, 3), np.int32), taken
+            return NO_COPIES, taken
         places, sources = plan.writers[plan.copies], plan.tails[plan.copies]
         is_copy = np.zeros(len(taken), bool)
         is_copy[(np.cumsum(plan.blocks) - plan.blocks)[places] + np.arange(len(places))] = True

@@ -39,8 +39,10 @@ class Format:
 
     def encode(self, name: str, vectors: np.ndarray) -> dict[str, np.ndarray]:
         """Arrays to store for float vectors [..., head_dim]; refuses what the type cannot hold."""
+        if vectors.dtype == self.dtype:
+            return {name: vectors}  # put copies at once
         with np.errstate(over="ignore"):
-            stored = vectors.astype(self.dtype, copy=False)  # put copies at once
+            stored = vectors.astype(self.dtype)
         if self.dtype.itemsize < vectors.dtype.itemsize:
             _refuse_overflow(name, vectors, np.isinf(stored), str(self.dtype), np.finfo(self.dtype).max)
         return {name: stored}
@@ -222,6 +224,7 @@ class KVStorage:
 
     def put(self, layer: int | slice, slots: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
         """Scatter what `encode` returned, to one layer or a slice of them."""
+        layer = layer if isinstance(layer, slice) else self._layer(layer)
         for name, stored in encoded.items():
             self._by_slot[name][layer, slots] = stored
 
