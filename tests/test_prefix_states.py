@@ -26,18 +26,23 @@ SALTS = st.sampled_from([None, None, None, "x", ""])
 class PrefixMachine(RuleBasedStateMachine):
     """Two pools between which sequences move; `said` are the tokens that each sequence's slots were written for."""
 
+    model = Model
+    hashes = st.booleans()  # whether they are weak
+
     @initialize(
         block_size=st.sampled_from([1, 2, 2, 3]),
         num_blocks=st.integers(4, 14),
         keeps=st.sampled_from([(True, True), (True, False)]),
-        weak=st.booleans(),
+        data=st.data(),
     )
-    def begin(self, block_size, num_blocks, keeps, weak):
+    def begin(self, block_size, num_blocks, keeps, data):
         self.digest = prefix_cache.block_digest
-        if weak:
+        if data.draw(self.hashes):
             prefix_cache.block_digest = lambda parent, tokens: bytes([tokens[0]]) * 32
         sizes = (num_blocks, num_blocks // 2 + 1)
-        self.models = [Model(n, block_size, prefix_cache=keep) for n, keep in zip(sizes, keeps, strict=True)]
+        self.models = [
+            self.model(n, block_size, prefix_cache=keep) for n, keep in zip(sizes, keeps, strict=True)
+        ]
         self.plains = [PlainPool(n, block_size, keep) for n, keep in zip(sizes, keeps, strict=True)]
         self.said = [{}, {}]
         self.count = 0
