@@ -90,7 +90,7 @@ class GGUF:
             self.facts[name] = self._value(self._scalar("I"))
         headers = [self._header() for _ in range(num_tensors)]
         alignment = self.fact("general.alignment", int, 32)
-        if not 0 < alignment <= 1 << 20:
+        if not 8 <= alignment <= 1 << 20 or alignment % 8:
             raise self._damaged(f"general.alignment is {alignment}")
         start = -(-self._at // alignment) * alignment
         self.tensors = {name: self._tensor(name, *header, start) for name, *header in headers}
@@ -105,17 +105,22 @@ class GGUF:
             raise WeightsError(f"{self.path}: {name} {found}; {kind.__name__} was expected")
         return value
 
+    def tensor(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """The tensor of this name; WeightsError if there is none, or one of another shape."""
+        if name not in self.tensors:
+            raise WeightsError(f"{self.path} lacks the tensor {name} {list(shape)}")
+        tensor = self.tensors[name]
+        if tensor.shape != shape:
+            found = f"{name} is {tensor.type} {list(tensor.shape)}"
+            raise WeightsError(f"{self.path}: {found}, {list(shape)} was expected")
+        return tensor
+
     def read(self, name: str, out: np.ndarray) -> None:
         """Widen a tensor into contiguous float32 `out` of its shape.
 
-        Raises: WeightsError for another shape, an absent tensor, and numbers that are not finite.
+        Raises: as `tensor`, and WeightsError for numbers that are not finite.
         """
-        if name not in self.tensors:
-            raise WeightsError(f"{self.path} lacks the tensor {name} {list(out.shape)}")
-        tensor = self.tensors[name]
-        if tensor.shape != out.shape:
-            expected = f"{list(out.shape)} was expected"
-            raise WeightsError(f"{self.path}: {name} is {tensor.type} {list(tensor.shape)}, {expected}")
+        tensor = self.tensor(name, out.shape)
         count, record, widen = LAYOUTS[tensor.type]
         end = tensor.offset + tensor.num_records * record.itemsize
         records = np.ndarray.view(self.bytes[tensor.offset : end], record)  # [num_records]

