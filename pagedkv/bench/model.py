@@ -1,7 +1,12 @@
-"""End to end: the shipped model over the paged cache and over a contiguous one, and where the time goes."""
+"""End to end: the shipped model over the paged cache and over a contiguous one, and where the time goes.
+
+Both are called by the same `Llama.next_logits`, so what differs is the cache alone. The contiguous one has the whole
+context reserved for every sequence and pays for padding: how much depends on the lengths of a batch, its *mix*.
+"""
 
 import time
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -12,6 +17,12 @@ PARTS = (
     "attention",
     "bookkeeping",
 )  # what is timed; the rest are the network's matrix products, norms and rotations
+
+MIXES: dict[str, Callable[[int], np.ndarray]] = {  # tokens of the prompts in a batch
+    "spread": lambda batch: np.linspace(64, 384, batch).astype(int) if batch > 1 else np.array([224]),
+    "uniform": lambda batch: np.full(batch, 224),
+    "skewed": lambda batch: np.where(np.arange(batch) % 8 == 0, 384, 64),
+}
 
 
 class Watched:
@@ -49,6 +60,8 @@ class Watched:
 class ContiguousCache:
     """What a paged cache replaces: room for the whole context per sequence, reserved at once, and padded attention.
 
+    It decodes only: one new token of every sequence, always the same ones. Buffers are made once.
+
     Args: model; source, seq_ids: the paged cache and its sequences whose keys and values to begin with.
     """
 
@@ -56,70 +69,56 @@ class ContiguousCache:
         c, batch = model.config, len(seq_ids)
         shape = (c.num_layers, batch, c.num_kv_heads, c.context, c.head_dim)
         self.keys, self.values = np.zeros(shape, np.float32), np.zeros(shape, np.float32)
-        self.lengths = np.array(source.lengths(seq_ids))  # [batch]
+        self.storage = source.storage  # the model looks there for the shape of a token
+        self.filled = np.array(source.lengths(seq_ids))  # [batch]
         for layer in range(c.num_layers):
             for row, seq in enumerate(seq_ids):
                 keys, values = source.gather(layer, seq)  # [length, kv_heads, head_dim]
                 self.keys[layer, row, :, : len(keys)] = keys.swapaxes(0, 1)
                 self.values[layer, row, :, : len(keys)] = values.swapaxes(0, 1)
         self.scale, self.rows = np.float32(c.head_dim**-0.5), np.arange(batch)
+        self.row_of = {seq: row for row, seq in enumerate(seq_ids)}
+        self.room = np.empty(batch * c.num_q_heads * c.context, np.float32)  # for scores
 
-    def extend(self) -> None:
-        """Room for one more token of each sequence: the step's mask is made here, once for all layers."""
-        self.lengths += 1
-        filled = np.arange(self.lengths.max()) < self.lengths[:, None]  # [batch, longest]
-        self.mask = np.where(filled, np.float32(0), np.float32(-np.inf))[:, None, None]
+    def lengths(self, seq_ids) -> np.ndarray:
+        return self.filled.copy()
 
-    def write(self, layer: int, keys: np.ndarray, values: np.ndarray) -> None:
-        self.keys[layer, self.rows, :, self.lengths - 1] = keys  # [batch, kv_heads, head_dim]
-        self.values[layer, self.rows, :, self.lengths - 1] = values
+    def extend(self, seq_ids, counts) -> SimpleNamespace:
+        reservation = SimpleNamespace(start=self.filled.copy())
+        self.filled += 1
+        return reservation
 
-    def attend(self, layer: int, query: np.ndarray) -> np.ndarray:  # [batch, q_heads, head_dim]
-        batch, _, head_dim = query.shape
-        longest = self.mask.shape[-1]
+    def plan(self, seq_ids, counts) -> np.ndarray:
+        """The step's mask, once for all layers: float32 [batch, 1, 1, longest]."""
+        seen = np.arange(self.filled.max()) < self.filled[:, None]  # [batch, longest]
+        return np.where(seen, np.float32(0), np.float32(-np.inf))[:, None, None]
+
+    def write(self, layer: int, reservation: SimpleNamespace, keys: np.ndarray, values: np.ndarray) -> None:
+        self.keys[layer, self.rows, :, reservation.start] = keys  # [batch, kv_heads, head_dim]
+        self.values[layer, self.rows, :, reservation.start] = values
+
+    def attend(
+        self, layer: int, query: np.ndarray, mask: np.ndarray
+    ) -> np.ndarray:  # [batch, q_heads, head_dim]
+        longest = mask.shape[-1]
         keys, values = self.keys[layer, :, :, :longest], self.values[layer, :, :, :longest]
-        q = (query * self.scale).reshape(
-            batch, keys.shape[1], -1, head_dim
-        )  # [batch, kv_heads, group, head_dim]
-        scores = q @ keys.swapaxes(2, 3) + self.mask  # [batch, kv_heads, group, longest]
+        batch, kv_heads, _, head_dim = keys.shape
+        q = (query * self.scale).reshape(batch, kv_heads, -1, head_dim)  # [batch, kv_heads, group, head_dim]
+        scores = self.room[: q.size // head_dim * longest].reshape(*q.shape[:3], longest)
+        np.matmul(q, keys.swapaxes(2, 3), out=scores)
+        np.add(scores, mask, out=scores)
         scores -= scores.max(axis=-1, keepdims=True)
         np.exp(scores, out=scores)
         out = scores @ values
         out /= scores.sum(axis=-1, keepdims=True)
         return out.reshape(query.shape)
 
-
-class Contiguous:
-    """The model over a contiguous cache, timed like the paged one."""
-
-    def __init__(self, model: Llama, source, seq_ids):
-        self.model, self.cache = model, ContiguousCache(model, source, seq_ids)
-        self.start = self.cache.lengths.copy()
-        self.spent = dict.fromkeys(PARTS, 0.0)
-
-    def step(self, tokens: np.ndarray) -> np.ndarray:  # [batch]
-        cache, spent, clock = self.cache, self.spent, time.perf_counter
-        started = clock()
-        cache.extend()
-        spent["bookkeeping"] += clock() - started
-
-        def attend(layer, q, k, v):
-            started = clock()
-            cache.write(layer, k, v)
-            written = clock()
-            out = cache.attend(layer, q)
-            spent["bookkeeping"] += written - started
-            spent["attention"] += clock() - written
-            return out
-
-        return self.model.decode(tokens, cache.lengths - 1, attend)  # [batch, vocabulary]
-
-    def restart(self) -> None:
-        self.cache.lengths[:] = self.start
+    def truncate(self, seq_id, length: int) -> None:
+        self.filled[self.row_of[seq_id]] = length
 
 
-class Paged:
-    """The model over the paged cache: `Llama.next_logits`, as every caller has it."""
+class Decoder:
+    """The model over one of the caches, with a stopwatch."""
 
     def __init__(self, model: Llama, cache, seq_ids):
         self.model, self.cache, self.seq_ids = model, Watched(cache), seq_ids
@@ -136,6 +135,7 @@ class Paged:
 
 def compare_caches(
     batch: int,
+    mix: str = "spread",
     *,
     steps: int = 48,
     rounds: int = 3,
@@ -145,18 +145,20 @@ def compare_caches(
 ) -> dict:
     """Decode with both caches, step by step in turns, from prompts of 64 to 384 characters.
 
-    Args: batch: sequences; steps: tokens that each writes in a round; threads: that BLAS may use.
-    Returns: {batch, paged, contiguous, speedup, difference}: per cache tokens_per_second and the share of time of
-        each part; speedup: of the paged cache, from steps side by side; difference: of the logits at worst.
+    Args: batch: sequences; mix: of their lengths, in MIXES; steps: tokens that each writes in a round; threads: that
+        BLAS may use.
+    Returns: {batch, mix, paged, contiguous, speedup, difference}: per cache tokens_per_second and the share of
+        time of each part; speedup: of the paged cache, from steps side by side; difference: of the logits at worst.
     """
     model, random = Llama.load(), np.random.default_rng(0)
     prompts = random.integers(0, model.config.vocabulary_size, (batch, 384))
-    lengths = np.linspace(64, 384, batch).astype(int) if batch > 1 else np.array([224])
+    lengths = MIXES[mix](batch)
     cache = model.new_cache(batch * (model.config.context // block_size + 1), block_size)
     ids = [cache.add() for _ in range(batch)]
     chunks = [p[:n] for p, n in zip(prompts, lengths.tolist(), strict=True)]
     first = model.next_logits(cache, ids, chunks).argmax(axis=-1)  # [batch]
-    ways = {"paged": Paged(model, cache, ids), "contiguous": Contiguous(model, cache, ids)}
+    contiguous = ContiguousCache(model, cache, ids)
+    ways = {"paged": Decoder(model, cache, ids), "contiguous": Decoder(model, contiguous, ids)}
     times, worst = {name: [] for name in ways}, 0.0
     with limited_threads(threads):
         for turn in range(rounds + 1):
@@ -169,6 +171,7 @@ def compare_caches(
     taken = {name: np.array(t) for name, t in times.items()}
     return {
         "batch": batch,
+        "mix": mix,
         "speedup": ratio(taken["contiguous"], taken["paged"]),
         "difference": worst,
         **{name: _shares(batch, taken[name], way.spent) for name, way in ways.items()},

@@ -163,14 +163,24 @@ def bookkeeping(rows: Sequence[dict]) -> str:
 
 
 def end_to_end(rows: Sequence[dict]) -> str:
-    head = ("batch", "cache", "tokens/s", "attention", "bookkeeping", "network", "paged over contiguous")
+    head = (
+        "batch",
+        "lengths",
+        "cache",
+        "tokens/s",
+        "attention",
+        "bookkeeping",
+        "network",
+        "paged over contiguous",
+    )
     body = []
     for row in rows:
         for name in ("paged", "contiguous"):
             way = row[name]
             shares = [f"{way[part]:.0%}" for part in ("attention", "bookkeeping", "network")]
             over = f"{row['speedup']:.2f}x" if name == "paged" else ""
-            body.append((str(row["batch"]), name, f"{way['tokens_per_second']:,.0f}", *shares, over))
+            speed = f"{way['tokens_per_second']:,.0f}"
+            body.append((str(row["batch"]), row["mix"], name, speed, *shares, over))
     return table(head, body)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from . import bookkeeping, sweeps
 from .compare import compare
 from .measure import machine, read_bandwidth
-from .model import compare_caches
+from .model import MIXES, compare_caches
 from .peers import PEERS
 from .shapes import SHAPES, Shape, Workload
 
@@ -123,9 +123,10 @@ class Suite:
 
     def _models(self, results: dict, told: Told) -> None:
         size = {"steps": 4, "rounds": 1} if self.quick else {"steps": 48, "rounds": 4}
-        for i, batch in enumerate(self.models):
+        wanted = [(batch, mix) for batch in self.models for mix in (MIXES if batch > 1 else ["uniform"])]
+        for i, (batch, mix) in enumerate(wanted):
             part = compare_caches(
-                batch, **size, after_round=lambda done, i=i: told((i + done) / len(self.models))
+                batch, mix, **size, after_round=lambda done, i=i: told((i + done) / len(wanted))
             )
             results["model"].append(part)
 
