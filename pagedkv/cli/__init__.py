@@ -4,10 +4,10 @@ import os
 import sys
 
 from .. import __version__
-from . import bench, generate, grade, lab, replay, student
+from . import bench, cluster_demo, generate, grade, lab, replay, student, worker
 from .common import FAILED, Parser
 
-COMMANDS = (lab, generate, bench, replay, student, grade)
+COMMANDS = (lab, generate, bench, replay, worker, cluster_demo, student, grade)
 
 
 def main(arguments: list[str] | None = None) -> int:

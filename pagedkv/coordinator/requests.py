@@ -196,9 +196,15 @@ class RequestQueue:
         """Requests that nobody has claimed."""
         return self._call("llen", self._keys[1])
 
-    def forget(self) -> None:
-        """Remove all requests and results."""
-        self._call("delete", *self._keys)
+    @property
+    def done(self) -> bool:
+        """Whether every request has its answer."""
+        requests, results = (self._call("hlen", self._keys[i]) for i in (0, 4))
+        return requests <= results
+
+    def forget(self, others: Iterable[bytes] = ()) -> None:
+        """Remove all requests and results, and other keys of the pool."""
+        self._call("delete", *self._keys, *others)
 
     def close(self) -> None:
         """Close the connection."""
