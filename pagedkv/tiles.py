@@ -16,6 +16,7 @@ TILE = 128  # keys of one product, or a multiple of it that fits into
 PRODUCT = 1 << 18  # multiplications: OpenBLAS has a fast path for small products and no threads for them
 FEW = 2  # rows that are multiplied one by one
 ROWS = 4  # OpenBLAS is fast at multiples of so many rows, so queries are padded: 7 rows take longer than 8
+NOBODY = np.zeros(0, np.intp)
 LOWEST, TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
 
 
@@ -167,17 +168,22 @@ class Gather:
             product = Product(q, K.transpose(0, 2, 3, 1), S, K.transpose(0, 2, 1, 3), by, part, out)
             self.products.append(product.row_by_row() if q.shape[2] <= FEW else product)
 
-    def load(self, pages: np.ndarray, scales: np.ndarray | None) -> None:
-        """Copy the blocks of one layer's keys or values here, as float32."""
+    def load(self, pages: np.ndarray, scales: np.ndarray | None, *, clear: bool) -> None:
+        """Copy the blocks of one layer's keys or values here, as float32.
+
+        `clear` makes what lies in holes zeros. Values need that, since a weight of 0 does not help against NaN; the
+        scores of keys in holes are replaced in any case.
+        """
         pages.take(self.blocks, 0, self.stored, "clip")  # checked by the plan; "raise" would copy twice
-        if self.holes is not None:
-            self.narrow[self.holes] = 0  # 0 weights do not help against NaN
+        holes = np.flatnonzero(self.holes) if clear and self.holes is not None else NOBODY
+        if len(holes):
+            self.narrow[holes] = 0
         if self.narrow is not self.wide and self.stored is not self.pages:
             self.format.widen(self.narrow, self.wide)
         if self.scales is not None:
             scales.take(self.blocks, 0, self.scales, "clip")
-            if self.holes is not None:
-                self.scales.reshape(-1, self.scales.shape[-1])[self.holes] = 0
+            if len(holes):
+                self.scales.reshape(-1, self.scales.shape[-1])[holes] = 0
 
 
 class Laid:
@@ -233,12 +239,13 @@ class Laid:
         np.copyto(self.given, query[rows].reshape(self.given.shape))
         if self.padding.size:
             self.padding[...] = 0
-        for gather in self.gathers:
-            gather.load(*keys)
-            for p in gather.products:
-                np.matmul(p.q, p.keys, out=p.scores)
-                if p.scales is not None:
-                    np.multiply(p.scores, p.scales, out=p.scores)
+        with np.errstate(invalid="ignore", over="ignore"):  # of what lies in holes
+            for gather in self.gathers:
+                gather.load(*keys, clear=False)
+                for p in gather.products:
+                    np.matmul(p.q, p.keys, out=p.scores)
+                    if p.scales is not None:
+                        np.multiply(p.scores, p.scales, out=p.scores)
         if self.format.factor != 1:  # the query brings the other half: one of them alone could overflow
             scores *= np.float32(self.format.factor**0.5)
         if soft_cap is not None:
@@ -265,7 +272,7 @@ class Laid:
         if not self.at_once:
             self.out[...] = 0
         for gather in self.gathers:
-            gather.load(*values)
+            gather.load(*values, clear=True)
             for p in gather.products:
                 if p.scales is not None:
                     np.multiply(p.scores, p.scales, out=p.scores)
