@@ -39,17 +39,13 @@ def smol():
 
 @pytest.fixture(scope="module")
 def peer(smol):
-    """transformers' network; with PAGEDKV_STRESS it reads the file itself, else it shares our arrays."""
-    transformers, torch = need_module("transformers", "transformers"), need_module("torch", "transformers")
-    if STRESS:
-        path = smollm2.find()
-        load = transformers.AutoModelForCausalLM.from_pretrained
-        return load(path.parent, gguf_file=path.name, dtype=torch.float32).eval()
-    return network_of(smol)
+    """transformers' network on our arrays; with PAGEDKV_STRESS on what the package gguf reads from the file."""
+    need_module("transformers", "transformers"), need_module("torch", "transformers")
+    return network_of(smol, read_with_gguf(smol.config) if STRESS else None)
 
 
-def network_of(model):
-    """A LlamaForCausalLM with the weights of `model`, in the same memory."""
+def network_of(model, weights=None):
+    """A LlamaForCausalLM of the same shape, with these weights by name or the model's, in the same memory."""
     import torch
     import transformers
 
@@ -69,11 +65,25 @@ def network_of(model):
     )
     with torch.device("meta"):
         network = transformers.LlamaForCausalLM(config)
-    named = Weights(model.embedding, model.layers, model.final_norm).named()
-    weights = {name: torch.from_numpy(array) for name, array in named.items()}
+    weights = weights or Weights(model.embedding, model.layers, model.final_norm).named()
+    weights = {name: torch.from_numpy(array) for name, array in weights.items()}
     network.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
     network.model.rotary_emb = type(network.model.rotary_emb)(config)  # its angles are no weights
     return network.eval()
+
+
+def read_with_gguf(config):
+    """The weights by transformers' names, with no code of ours: rows of q and k are picked one by one."""
+    gguf = need_module("gguf", "model")
+    names = {theirs: ours for theirs, ours, _ in smollm2.tensors_of(config)}
+    rows = [[2 * i + half for half in range(2) for i in range(32)]]  # feature i and i + 32 make a pair
+    weights = {}
+    for tensor in gguf.GGUFReader(smollm2.find()).tensors:
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        if "attn_q" in tensor.name or "attn_k" in tensor.name:
+            array = array[(np.arange(0, len(array), 64)[:, None] + rows).ravel()]
+        weights[names[tensor.name]] = array.copy()
+    return weights
 
 
 def tokens_of(model, text):
