@@ -92,7 +92,7 @@ class Engine:
         tokens = np.concatenate([self.scheduler.tokens(chunk) for chunk in step.chunks])  # [n]
         last = np.cumsum(counts) - 1  # [batch]
         first = np.repeat(reservation.start - last - 1 + counts, counts)  # [n]
-        return self.model.decode(tokens, first + np.arange(len(first)), attend)[last]
+        return self.model.decode(tokens, first + np.arange(len(first)), attend, last)
 
     def _choose(self, step: Step, logits: np.ndarray) -> tuple[dict, dict, list[SeqId]]:
         tokens, parents, stop, row = {}, {}, [], 0

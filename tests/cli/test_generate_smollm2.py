@@ -9,7 +9,7 @@ from needs import absent, need_module
 
 from pagedkv import cli
 from pagedkv.cli import generate
-from pagedkv.lm import WeightsError, smollm2
+from pagedkv.lm import Llama, Sampling, WeightsError, smollm2
 
 QUESTION = "What is the capital of France?"
 
@@ -50,6 +50,19 @@ def test_a_text_is_continued_by_samples_that_share_its_blocks(run):
     assert out.count("The sky is blue because") == 2
     assert "sample 2 of 2" in out
     assert "10 tokens" in err and "3 of them shared" in err
+
+
+def test_a_sample_that_has_ended_grows_no_more():
+    """The Shakespeare model with an end of line for the end: quick, and its texts differ in length."""
+    model = Llama.load()
+    model.tokenizer.end = end = int(model.tokenizer.encode("\n")[0])
+    options = argparse.Namespace(samples=4, tokens=60, seed=1)
+    prompt = model.tokenizer.encode("ROMEO:\nGood")
+    steps = list(generate.samples(model, model.new_cache(80, 4), prompt, Sampling(0.8), options))
+    texts = steps[-1][0]
+    assert len({len(text) for text in texts}) > 1
+    assert [text.count(end) for text in texts] == [int(text[-1] == end) for text in texts]
+    assert len(steps) == max(map(len, texts))
 
 
 def test_beams_stop_when_the_best_text_ends(run):
