@@ -11,7 +11,9 @@ from pagedkv.coordinator import RedisBlockManager
 from pagedkv.coordinator.connection import connect
 from pagedkv.coordinator.manager import _key_of
 
-CALLS = "add match extend commit fork reorder truncate release_before free restore snapshot reset_prefix_cache"
+CALLS = (
+    "add match extend commit fork reorder truncate release_before free restore snapshot reset_prefix_cache"
+)
 READS = "length lengths block_tables to_csr blocks_needed can_extend is_cached"
 
 
@@ -61,6 +63,10 @@ class Twin:
         )
         self.client = connect(url, 60)
         self.versions_before = {}
+
+    def close(self):
+        self.shared._scripts.close()
+        self.client.close()
 
     def __getattr__(self, name):
         return getattr(self.plain, name)
@@ -117,7 +123,15 @@ class Twin:
     @staticmethod
     def text(text):
         links = [(link.digest, link.tokens) for link in text.links()]
-        return text.root.digest, links, text.committed, text.rest, text.prompt, text.prompt_length, list(text.digests)
+        return (
+            text.root.digest,
+            links,
+            text.committed,
+            text.rest,
+            text.prompt,
+            text.prompt_length,
+            list(text.digests),
+        )
 
 
 def _both(name):

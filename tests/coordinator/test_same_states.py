@@ -38,10 +38,20 @@ class SharedCacheModel(Model):
 class SharedSequences(SequencesMachine):
     model = SharedModel
 
+    def teardown(self):
+        super().teardown()
+        for model in getattr(self, "pools", []):
+            model.pool.close()
+
 
 class SharedPrefixes(PrefixMachine):
     model = SharedCacheModel
     hashes = st.just(False)  # the shared index takes equal SHA-256 digests for equal texts
+
+    def teardown(self):
+        super().teardown()
+        for model in getattr(self, "models", []):
+            model.pool.manager.close()
 
 
 @pytest.mark.parametrize("kind", ["fake", "real"])
