@@ -48,18 +48,18 @@ def kernels(rows: Sequence[Row]):
         low, mid, high = (row.percentile(p) * 1e3 for p in (20, 50, 80))
         axes.barh(i, mid, color=OURS if row.peer.startswith("paged") else GREY, height=0.7)
         axes.plot([low, high], [i, i], color="black", lw=1.5)
-        axes.text(high, i, f"  {mid:.3g} ms", va="center", fontsize=9)
+        axes.text(high, i, f"  {mid:,.0f} ms" if mid >= 1000 else f"  {mid:.3g} ms", va="center", fontsize=9)
     axes.set_yticks(range(len(rows)), [PEERS[r.peer].about if r.peer in PEERS else r.peer for r in rows])
     axes.tick_params(axis="y", length=0, labelsize=9)
     axes.set(
         xlabel="ms for one layer of one step", xlim=(0, 1.15 * max(r.percentile(80) for r in rows) * 1e3)
     )
     times = {row.peer: row.seconds for row in rows}
-    message = f"Shape {rows[0].shape}: one decode step of a layer, one thread"
+    message = f"Shape {rows[0].shape}, one layer, one thread"
     if {"paged", "numpy-padded"} <= set(times):
         share = times["paged"] / times["numpy-padded"]
-        message += f"; pages take {share:.2f} of the time of padded arrays"
-    axes.set_title(message, loc="left")
+        message += f": pages take {share:.2f} of the time of padded arrays"
+    figure.suptitle(message, x=0.01, ha="left")  # over the labels too, where it has room
     return figure
 
 
@@ -102,6 +102,8 @@ def block_sizes(points: Sequence[dict]):
     figure, (speed, waste) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
     x = range(len(points))
     speed.plot(x, [p["ns_per_token"] for p in points], "o-", color=OURS, lw=2)
+    low, high = ([p["ns_per_token"] * p[end] / p["seconds"] for p in points] for end in ("p20", "p80"))
+    speed.fill_between(x, low, high, color=OURS, alpha=0.2)
     speed.set(ylabel="ns a cached token", ylim=(0, 1.1 * speed.dataLim.y1))
     waste.plot(x, [p["waste"] * 100 for p in points], "o-", color=OTHER, lw=2)
     waste.set(ylabel="slots reserved but empty, %", ylim=(0, 1.1 * waste.dataLim.y1))
@@ -110,10 +112,18 @@ def block_sizes(points: Sequence[dict]):
         axis.set_xlabel("block size, tokens")
         _bare(axis)
     if points:
-        fastest = min(points, key=lambda p: p["ns_per_token"])
-        message = f"Blocks of {fastest['block_size']} are fastest; those of {points[-1]['block_size']} leave "
-        figure.suptitle(f"{message}{points[-1]['waste']:.1%} of their slots empty", x=0.01, ha="left")
+        message = f"{_fastest(points)}; those of {points[-1]['block_size']} are "
+        figure.suptitle(f"{message}{points[-1]['waste']:.1%} empty", x=0.01, ha="left")
     return figure
+
+
+def _fastest(points: Sequence[dict]) -> str:
+    """Which block size is fastest, or which are and cannot be told apart because their spreads overlap."""
+    best = min(points, key=lambda p: p["seconds"])
+    sizes = [str(p["block_size"]) for p in points if p is best or p["p20"] <= best["p80"]]
+    if len(sizes) == 1:
+        return f"Blocks of {sizes[0]} are fastest"
+    return f"Blocks of {', '.join(sizes[:-1])} and {sizes[-1]} tie within the spread"
 
 
 def beam_widths(points: Sequence[dict]):

@@ -113,3 +113,12 @@ def test_charts_are_drawn_of_what_there_is(results, tmp_path):
     }  # fmt: skip
     assert all(f.read_bytes().startswith(b"\x89PNG") for f in files)
     assert charts.draw(results | {"rows": [], "sweeps": {}}, tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("high", "says"), [(1.0, "Blocks of 16 are fastest"), (1.3, "Blocks of 16 and 32 tie within the spread")]
+)
+def test_a_block_size_is_called_fastest_only_if_its_spread_says_so(high, says):
+    points = [(8, 1.9, 2.0, 2.1), (16, 0.9, 1.0, high), (32, 1.1, 1.2, 1.3)]
+    names = ("block_size", "p20", "seconds", "p80")
+    assert charts._fastest([dict(zip(names, point, strict=True)) for point in points]) == says
