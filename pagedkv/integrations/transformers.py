@@ -74,7 +74,7 @@ class _Step:
     shape: torch.Size  # of the new keys: [batch, kv_heads, new, head_dim]
     dtype: torch.dtype
     slots: np.ndarray  # int32 [batch * new]
-    vectors: torch.Tensor  # int64 [batch * kv_heads * length]  slot * kv_heads + head, of all positions
+    vectors: torch.Tensor  # int64 [batch, kv_heads, length]  slot * kv_heads + head, of all positions
 
 
 class _Rows:
@@ -110,11 +110,8 @@ class _Rows:
             )
         self.engine.storage.put(layer, step.slots, {"keys": _by_token(keys), "values": _by_token(values)})
         self.lengths[layer] = after
-        batch, heads, _, head_dim = step.shape
-        return tuple(
-            pages[layer].index_select(0, step.vectors).view(batch, heads, after, head_dim)
-            for pages in self._pages
-        )
+        stored_keys, stored_values = self._pages[layer]
+        return torch.embedding(stored_keys, step.vectors), torch.embedding(stored_values, step.vectors)
 
     def _begin(self, keys: torch.Tensor, values: torch.Tensor) -> _Step:
         """Make room for a forward pass, or refuse it before anything is changed."""
@@ -141,7 +138,7 @@ class _Rows:
         tables = self.manager.block_tables(self.seq_ids)
         slots = tables[:, position // size].astype(np.int64) * size + position % size  # [batch, length]
         vectors = slots[:, None, :] * heads + np.arange(heads)[:, None]  # [batch, kv_heads, length]
-        return _Step(keys.shape, keys.dtype, reservation.slots, torch.from_numpy(vectors.reshape(-1)))
+        return _Step(keys.shape, keys.dtype, reservation.slots, torch.from_numpy(vectors))
 
     def start(self, keys: torch.Tensor) -> None:
         """Begin with a batch: a sequence per row, and pages for keys of this shape and dtype."""
@@ -156,23 +153,22 @@ class _Rows:
         pool, layers = (self.manager.num_blocks, self.manager.block_size), len(self.lengths)
         storage = KVStorage(layers, *pool, num_kv_heads, head_dim, dtype, poison=self.poison)
         self.engine = PagedKVCache(*pool, num_kv_heads, head_dim, manager=self.manager, storage=storage)
-        # As torch sees the same memory: per array and layer, vectors [slots * kv_heads, head_dim].
-        self._pages = [
-            list(_as_torch(storage.arrays[name], dtype).view(layers, -1, head_dim))
-            for name in ("keys", "values")
+        # As torch sees the same memory: keys and values of each layer, as vectors [slots * kv_heads, head_dim].
+        seen = [
+            _as_torch(storage.arrays[name], dtype).view(layers, -1, head_dim) for name in ("keys", "values")
         ]
+        self._pages = list(zip(*seen, strict=True))
 
     def _shape(self) -> tuple[int, int, str]:
         storage = self.engine.storage
         return storage.num_kv_heads, storage.head_dim, storage.dtype
 
     def _check_level(self) -> None:
-        behind = [layer for layer, length in enumerate(self.lengths) if length != self.length]
-        if behind:
-            held = self.lengths[behind[0]]
+        held = min(self.lengths)
+        if held < self.length:
             raise ValueError(
-                f"layer {behind[0]} holds {held} tokens, others {self.length}: a forward pass broke off, or a "
-                f"model with fewer layers used this cache; crop({held - self.length}) or reset() it"
+                f"layer {self.lengths.index(held)} holds {held} tokens, others {self.length}: a forward pass broke "
+                f"off, or a model with fewer layers used this cache; crop({held - self.length}) or reset() it"
             )
 
     def _check_same(self, keys: torch.Tensor) -> None:
@@ -343,7 +339,7 @@ class PagedCache(cache_utils.Cache):
         """As PagedLayer.update. ValueError for a layer that the model of this cache has not."""
         if not 0 <= layer_idx < len(self.layers):
             raise ValueError(f"there is no layer {layer_idx}: this cache was made for {len(self.layers)}")
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return self.layers[layer_idx].update(key_states, value_states)
 
     @property
     def manager(self) -> BlockManager:
@@ -408,9 +404,11 @@ def _num_layers(config: "transformers.PretrainedConfig") -> int:
 
 def _by_token(new: torch.Tensor) -> np.ndarray:
     """[batch, kv_heads, new, head_dim] as the storage keeps it: [batch * new, kv_heads, head_dim]."""
-    words = new.view(torch.int16) if new.dtype == torch.bfloat16 else new
-    words = words.transpose(1, 2).reshape(-1, new.shape[1], new.shape[3]).numpy()
-    return words.view(np.uint16) if new.dtype == torch.bfloat16 else words
+    batch, heads, tokens, head_dim = new.shape
+    if tokens > 1:
+        new = new.transpose(1, 2)
+    new = new.reshape(batch * tokens, heads, head_dim)
+    return new.view(torch.int16).numpy().view(np.uint16) if new.dtype == torch.bfloat16 else new.numpy()
 
 
 def _as_torch(array: np.ndarray, dtype: str) -> torch.Tensor:
