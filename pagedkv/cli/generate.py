@@ -13,7 +13,6 @@ from ..block_table import slots_of
 from ..cache import PagedKVCache
 from ..lm import Llama, Sampling, Usage, WeightsError, beam_search, sample, smollm2
 from ..lm.generate import checked_prompt
-from ..lm.tokenizer import CharacterTokenizer
 from ..teach.pages import Letters, shown, strip
 from .common import FAILED, MISUSED, complain, number
 
@@ -112,7 +111,7 @@ def run(options: argparse.Namespace) -> int:
         failed = isinstance(error, (WeightsError, ImportError))
         return complain("generate", error, FAILED if failed else MISUSED)
     cache.manager.observers.append(usage := Usage(cache.manager))
-    paper = PagesPaper(model, options, cache) if options.show_pages else Paper(model, options)
+    paper = PagesPaper(model, options, cache, prompt) if options.show_pages else Paper(model, options)
     steps = (
         beams(model, cache, prompt, options)
         if options.beams
@@ -233,32 +232,28 @@ class Paper:
 
 
 class PagesPaper(Paper):
-    """Draws the pool at each step, as it was when the step's tokens were chosen; the texts come at the end.
+    """Draws the pool at each step, as it was when the step's tokens were chosen; the texts come at the end."""
 
-    Slots show their letters where a token is one.
-    """
-
-    def __init__(self, model: Llama, options: argparse.Namespace, cache: PagedKVCache):
+    def __init__(self, model: Llama, options: argparse.Namespace, cache: PagedKVCache, prompt: np.ndarray):
         super().__init__(model, options)
-        self.cache, self.held = cache, [""]  # what the sequences of the cache hold
-        self.letters = None
-        if isinstance(self.tokenizer, CharacterTokenizer):
-            self.letters, self.held = Letters(cache.num_blocks, cache.block_size), [self.prompt]
+        self.cache, self.letters = cache, Letters(cache.num_blocks, cache.block_size)
+        self.before = self.pieces(prompt.tolist())
+        self.held = [self.before]  # what the sequences of the cache hold, in pieces
+
+    def pieces(self, tokens: list[int]) -> list[str]:
+        return [self.tokenizer.decode([token]) for token in tokens]
 
     def step(self, texts: list[list[int]], settled: int) -> None:
-        if self.letters is not None:
-            for seq, words in zip(self.cache.seq_ids, self.held, strict=False):
-                positions = np.arange(self.cache.length(seq))
-                slots = slots_of(self.cache.block_tables([seq])[0], positions, self.cache.block_size)
-                self.letters.write(slots, words)
-            self.held = [self.words(text) for text in texts]
+        for seq, pieces in zip(self.cache.seq_ids, self.held, strict=False):
+            positions = np.arange(self.cache.length(seq))
+            slots = slots_of(self.cache.block_tables([seq])[0], positions, self.cache.block_size)
+            self.letters.write(slots, pieces)
         steps = max(map(len, texts))
-        chosen = ", ".join(
-            f"{row} {shown(self.tokenizer.decode(text[-1:]))}"
-            for row, text in enumerate(texts)
-            if len(text) == steps  # the others have ended
-        )
-        print(f"step {steps}, next: {chosen}\n{strip(self.cache, self.letters)}\n", flush=True)
+        chosen = [(row, self.pieces(text)) for row, text in enumerate(texts) if len(text) == steps]
+        said = ", ".join(f"{row} {shown(pieces[-1])}" for row, pieces in chosen)
+        print(f"step {steps}, next: {said}\n{strip(self.cache, self.letters)}\n", flush=True)
+        end = self.tokenizer.end
+        self.held = [self.before + pieces for row, pieces in chosen if end is None or texts[row][-1] != end]
 
 
 def refused(

@@ -102,7 +102,8 @@ class Llama:
             wanted: the rows whose logits are asked for.
         Returns: logits, float32 [n, vocabulary], or as many rows as are wanted.
         """
-        eps, q_heads, kv_heads = self.config.norm_eps, self.config.num_q_heads, self.config.num_kv_heads
+        eps, hidden = self.config.norm_eps, self.config.hidden
+        q_heads, kv_heads = self.config.num_q_heads, self.config.num_kv_heads
         cos, sin = self.cos[positions, None], self.sin[positions, None]  # [n, 1, head_dim]
         x = self.embedding[tokens]  # [n, width]
         for i, layer in enumerate(self.layers):
@@ -112,8 +113,9 @@ class Llama:
             found = attend(i, qk[:, :q_heads], qk[:, q_heads:], v)  # [n, q_heads, head_dim]
             x = x + found.reshape(len(x), -1) @ layer.output.T  # [n, width]
             h = rms_norm(x, layer.mlp_norm, eps)  # [n, width]
-            gate, up = np.split(h @ layer.gate_up.T, 2, axis=1)  # [n, hidden] each
-            x = x + (silu(gate) * up) @ layer.down.T  # [n, width]
+            gate_up = h @ layer.gate_up.T  # [n, 2 hidden]
+            h = silu(gate_up[:, :hidden]) * gate_up[:, hidden:]  # [n, hidden]
+            x = x + h @ layer.down.T  # [n, width]
         return rms_norm(x[wanted], self.final_norm, eps) @ self.embedding.T  # [n, vocabulary]
 
     def _heads(self, x: np.ndarray) -> np.ndarray:  # [n, heads * head_dim]
@@ -166,7 +168,8 @@ def rotate(
     x: np.ndarray, cos: np.ndarray, sin: np.ndarray
 ) -> np.ndarray:  # [n, heads, head_dim], [n, 1, head_dim]
     """Turn each pair of features by its position's angle, so that q · k depends on the distance only."""
-    first, second = np.split(x, 2, axis=-1)  # [n, heads, head_dim / 2]
+    half = x.shape[-1] // 2
+    first, second = x[..., :half], x[..., half:]  # [n, heads, head_dim / 2]
     return x * cos + np.concatenate([-second, first], axis=-1) * sin  # [n, heads, head_dim]
 
 

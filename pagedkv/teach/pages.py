@@ -29,6 +29,7 @@ MOST_BOXES = 64  # larger pools are summed up in numbers
 MOST_SEQUENCES = 20
 MOST_POSITIONS = 96
 BOXES_A_ROW = 8
+LONGEST_PIECE = 24  # letters of a token that is a piece of a word
 WIDEST_BLOCK = 8  # longer blocks are written in several lines, or as "11/16" where letters are not known
 
 # Okabe and Ito's palette, told apart with any kind of colour vision: background, foreground.
@@ -67,6 +68,8 @@ def shown(text: str) -> str:
 class Letters:
     """A storage of one character per slot, with KVStorage's ways. Memory is not erased when a block is freed.
 
+    Where a token is a piece of a word, a slot holds that: `write` takes a list of pieces as well as a text.
+
     Args: num_blocks, block_size: as in KVStorage; poison: mark slots without a token (`POISON`, drawn as NaN).
     """
 
@@ -75,10 +78,11 @@ class Letters:
         self.block_size = whole_number("block_size", block_size, minimum=1)
         self.poisoned = bool(poison)
         empty = POISON if poison else UNFILLED
-        self._letters = np.full((self.num_blocks, self.block_size), empty, "<U1")  # [num_blocks, block_size]
+        shape = self.num_blocks, self.block_size
+        self._letters = np.full(shape, empty, f"<U{LONGEST_PIECE}")  # [num_blocks, block_size]
 
-    def write(self, slots: ArrayLike, text: str) -> None:
-        """Put one letter into each slot. ValueError for a slot outside the pool, or another number of letters."""
+    def write(self, slots: ArrayLike, text: str | list[str]) -> None:
+        """Put a letter, or piece, into each slot. ValueError for a slot outside the pool, or too few or many."""
         slots = whole_numbers_below("slot", slots, self._letters.size)
         if len(slots) != len(text):
             raise ValueError(f"{len(slots)} slots need as many letters, got {len(text)}: {text!r}")
@@ -90,7 +94,11 @@ class Letters:
 
     def block(self, block: int) -> str:
         """The letters of one block, whoever wrote them."""
-        return "".join(self._letters[whole_numbers_below("block", [block], self.num_blocks)[0]])
+        return "".join(self.pieces(block))
+
+    def pieces(self, block: int) -> list[str]:
+        """What each slot of one block holds."""
+        return self._letters[whole_numbers_below("block", [block], self.num_blocks)[0]].tolist()
 
     def copy_blocks(self, copies: ArrayLike) -> None:
         """Copy blocks: whole numbers [m, 3] of source, destination, filled slots; [m, 2] copies whole blocks."""
@@ -132,6 +140,7 @@ class Box:
     free: bool = False
     poisoned: bool = False
     note: str = ""  # what just happened to it
+    lines: tuple[str, ...] = ()  # of slots, where pieces of words must not be torn
 
     @property
     def owner_text(self) -> str:
@@ -342,16 +351,28 @@ def _boxes(tables, num_blocks, block_size, letters, free, poisoned) -> tuple[Box
 
 
 def _box(block, owners, filled, block_size, letters, free, poisoned) -> Box:
+    lines = ()
     if letters is None:
         slots = FILLED * filled + UNFILLED * (block_size - filled)
         if block_size > WIDEST_BLOCK:
             slots = f"{filled}/{block_size}" if owners else UNFILLED
     else:
-        slots = shown(letters.block(block))
-        poisoned = set(slots) == {POISON}
+        pieces = [shown(piece) for piece in letters.pieces(block)]  # [block_size]
+        poisoned = set(pieces) == {POISON}
         if not free or owners:
-            slots = slots[:filled] + UNFILLED * (block_size - filled)
-    return Box(block, slots, filled, tuple(owners), len(owners), free, poisoned and free)
+            pieces[filled:] = UNFILLED * (block_size - filled)
+        slots, lines = "".join(pieces), _packed(pieces)
+    return Box(block, slots, filled, tuple(owners), len(owners), free, poisoned and free, lines=lines)
+
+
+def _packed(pieces: list[str]) -> tuple[str, ...]:
+    """Lines of up to eight letters that tear no piece."""
+    lines = [""]
+    for piece in pieces:
+        if lines[-1] and len(lines[-1]) + len(piece) > WIDEST_BLOCK:
+            lines.append("")
+        lines[-1] += piece
+    return tuple(lines)
 
 
 def _parts(source, letters: Letters | None) -> tuple[BlockManager, Letters | None, bool]:
@@ -441,8 +462,9 @@ def tables_of(
 def _text(blocks: Sequence[int], length: int, letters: Letters | None) -> str:
     if letters is None:
         return ""
-    held = "".join(UNFILLED * letters.block_size if b == NOTHING else letters.block(b) for b in blocks)
-    return held[:length]
+    left = [UNFILLED] * letters.block_size
+    held = [piece for b in blocks for piece in (left if b == NOTHING else letters.pieces(b))]
+    return "".join(held[:length])
 
 
 def _physical(block: int) -> str:
@@ -706,7 +728,7 @@ def _letters_cell(box: Box) -> str:
         style = f"background-color:{background};color:{foreground};border:2px solid #444444;"
     else:
         style = _FREE if box.free else _SHARED if box.count else _LOST
-    lines = ["".join(part) for part in _rows(box.slots, WIDEST_BLOCK)]
+    lines = box.lines or _rows(box.slots, WIDEST_BLOCK)
     content = "<br>".join(html.escape(line) for line in lines)
     if box.free and box.poisoned:
         content = "NaN"

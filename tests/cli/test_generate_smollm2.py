@@ -75,6 +75,7 @@ def test_pages_are_drawn_and_a_full_pool_is_told_in_tokens(run):
     code, out, err = run("Hi there", "--block-size", 2, "--num-blocks", 2, "--tokens", 9, "--show-pages")
     assert code == 1
     assert out.startswith("step 1, next: 0 ")
+    assert "0 Hi␣there 0 | 1 ·· –   free 1" in out.splitlines()[1]
     assert "full after 3 of 9 tokens" in err
     assert "--num-blocks 6 is always enough here" in err
 

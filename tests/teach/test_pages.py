@@ -413,3 +413,19 @@ def test_letters_refuse_what_they_cannot_do_and_change_nothing(wrong):
     with pytest.raises(ValueError):
         wrong(letters)
     assert repr(letters) == before
+
+
+def test_slots_can_hold_pieces_of_words_and_no_line_tears_one():
+    manager = BlockManager(3, 4)
+    manager.add("a")
+    slots = manager.extend("a", 5).slots
+    letters = pages.Letters(3, 4)
+    letters.write(slots, ["The", " capital", " of", " France", " is"])
+    strip = pages.strip(manager, letters)
+    assert repr(strip) == "0 The␣capital␣of␣France a | 1 ␣is··· a | 2 ···· –   free 1"
+    assert "The<br>␣capital<br>␣of<br>␣France<" in strip._repr_html_()
+    assert "The␣capital␣of␣France␣is" in repr(pages.tables(manager, letters))
+    letters.copy_blocks([[0, 2, 2]])
+    assert letters.read([8, 9, 10]) == "The capital·"
+    with pytest.raises(ValueError, match="2 slots need as many letters, got 1"):
+        letters.write([0, 1], ["The"])
