@@ -15,7 +15,7 @@ space := $(empty) $(empty)
 extras := course test $(subst $(comma),$(space),$(EXTRAS))
 tested := $(VENV)/.installed-$(subst $(space),+,$(strip $(extras)))
 
-.PHONY: help lab venv test notebooks lint format portability stress clean
+.PHONY: help lab venv test notebooks site lint format portability stress clean
 
 help: ## list the targets
 	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,9 @@ test: $(tested) ## run everything that is installed; EXTRAS=all installs the hea
 
 notebooks: $(tested) ## execute and normalise all lessons, rewrite the course map
 	$(bin)/python -m pagedkv.teach.notebooks $(ARGS)
+
+site: $(VENV)/.installed-course ## write the course as pages that need no kernel, into site/
+	$(bin)/python -m pagedkv.teach.site $(ARGS)
 
 lint: $(tested) ## ruff, over code and notebooks
 	$(bin)/ruff check .

@@ -17,6 +17,7 @@ PYPI_NAME = {
     "redis-py": "redis",
 }  # conda-forge calls them otherwise
 CONDA_ONLY = {"python", "pip"}
+PIP_ONLY = {"axe-playwright-python"}  # not looked for on conda-forge: pip brings it there too
 ENVIRONMENT = yaml.safe_load((ROOT / "environment.yml").read_text("utf-8"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 
@@ -34,6 +35,17 @@ def conda_bounds():
     return bounds
 
 
+def pip_lines():
+    (pip,) = [line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict)]
+    return pip
+
+
+def pip_bounds():
+    """Name -> bounds, for what pip installs beside the checkout."""
+    lines = map(Requirement, (line for line in pip_lines() if not line.startswith("-e")))
+    return {line.name.lower(): line.specifier for line in lines}
+
+
 def project_bounds():
     extras = PROJECT["optional-dependencies"]
     lines = map(Requirement, PROJECT["dependencies"] + extras["course"] + extras["test"])
@@ -44,9 +56,9 @@ def test_the_channels_are_conda_forge_alone():
     assert ENVIRONMENT["channels"] == ["conda-forge", "nodefaults"]
 
 
-def test_pip_installs_nothing_but_the_checkout():
-    (pip,) = [line["pip"] for line in ENVIRONMENT["dependencies"] if isinstance(line, dict)]
-    assert pip == ["-e ."]
+def test_pip_installs_the_checkout_and_little_else():
+    assert pip_lines()[0] == "-e ."
+    assert set(pip_bounds()) <= PIP_ONLY
 
 
 def test_python_has_the_same_bounds():
@@ -55,7 +67,7 @@ def test_python_has_the_same_bounds():
 
 def test_names_and_bounds_are_those_of_base_course_and_test():
     conda = {name: spec for name, spec in conda_bounds().items() if name not in CONDA_ONLY}
-    assert conda == project_bounds()
+    assert conda | pip_bounds() == project_bounds()
 
 
 @pytest.mark.parametrize("name", [n for n in conda_bounds() if n not in CONDA_ONLY])
@@ -67,3 +79,31 @@ def test_the_versions_agree():
     import pagedkv
 
     assert pagedkv.__version__ == PROJECT["version"]
+
+
+# ---- Binder: repo2docker reads environment.yml if nothing comes before it
+
+
+def test_repo2docker_finds_environment_yml_and_nothing_that_goes_before_it():
+    assert ENVIRONMENT["name"] and isinstance(ENVIRONMENT["dependencies"], list)
+    for first in ("binder", ".binder", "Dockerfile", "Project.toml", "REQUIRE", "install.R", "default.nix"):
+        assert not (ROOT / first).exists(), f"{first} would be read instead of environment.yml"
+
+
+def test_binder_gets_jupyterlab_and_what_the_checkout_is_built_from():
+    assert "jupyterlab" in conda_bounds()  # the links ask for lab/tree/notebooks/…
+    assert "pip" in ENVIRONMENT["dependencies"]
+    for name in (PROJECT["readme"], *PROJECT["license-files"]):
+        assert (ROOT / name).is_file(), f"{name} is named in pyproject.toml"
+
+
+def test_links_to_binder_name_one_repository():
+    from pagedkv.teach.site import BRANCH
+
+    links = re.findall(
+        r"mybinder\.org/(?:badge_logo|v2/gh/([\w.-]+/[\w.-]+)/([\w.-]+))", (ROOT / "README.md").read_text()
+    )
+    places = {place for place in links if place[0]}
+    assert len(places) <= 1
+    for _, branch in places:
+        assert branch == BRANCH
