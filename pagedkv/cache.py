@@ -15,6 +15,8 @@ from .manager import BlockManager, Reservation, Snapshot
 from .prefix_cache import PrefixStats, tagged
 from .storage import KVStorage
 
+MANY_BLOCKS = 4  # tokens for so many are worth being written block by block
+
 
 def _from_manager(name: str, *, frees: bool = False):
     """A method of BlockManager under the cache's lock; what it frees for good is poisoned in poison mode."""
@@ -190,8 +192,8 @@ class PagedKVCache:
         """
         with self._lock:
             self._check_current(reservation.seq_ids, reservation.versions)
-            slots = reservation.slots  # the manager's: they need no check
-            self.storage.put(layer, slots, self.storage.encode(keys, values, (len(slots),)))
+            encoded = self.storage.encode(keys, values, (len(reservation.slots),))
+            self._put(layer, reservation, encoded)
 
     def append(
         self,
@@ -209,8 +211,35 @@ class PagedKVCache:
         encoded = self.storage.encode(keys, values, (self.storage.num_layers, total))
         with self._lock:
             reservation = self.extend(ids, num_tokens)
-            self.storage.put(slice(None), reservation.slots, encoded)
+            self._put(slice(None), reservation, encoded)
             return reservation
+
+    def _put(self, layer: int | slice, reservation: Reservation, encoded: dict[str, np.ndarray]) -> None:
+        """Store what was encoded: prompts by whole blocks, other tokens one by one."""
+        whole, rest = self._whole_blocks(reservation)
+        lead = (slice(None),) if isinstance(layer, slice) else ()
+        for tokens in whole:
+            blocks = reservation.slots[tokens.start : tokens.stop : self.block_size] // self.block_size
+            part = {name: stored[(*lead, tokens)] for name, stored in encoded.items()}
+            self.storage.put_blocks(layer, blocks, part)
+        if whole:
+            encoded = {name: stored[(*lead, rest)] for name, stored in encoded.items()}
+        self.storage.put(layer, reservation.slots[rest], encoded)
+
+    def _whole_blocks(self, reservation: Reservation) -> tuple[list[slice], slice | np.ndarray]:
+        """The tokens of each long chunk that fill whole blocks, and all the other tokens."""
+        size, counts = self.block_size, reservation.counts
+        if len(reservation.slots) < MANY_BLOCKS * size:
+            return [], slice(None)
+        whole, rest = [], np.ones(len(reservation.slots), bool)
+        ends = np.cumsum(counts)
+        for i in np.flatnonzero(counts >= MANY_BLOCKS * size).tolist():
+            first = int(
+                ends[i] - counts[i] + -reservation.start[i] % size
+            )  # the first at the edge of a block
+            whole.append(slice(first, first + (int(ends[i]) - first) // size * size))
+            rest[whole[-1]] = False
+        return whole, np.flatnonzero(rest)
 
     def gather(self, layer: int, seq_id: SeqId) -> tuple[np.ndarray, np.ndarray]:
         """Keys and values of one sequence in order: two float32 [length, num_kv_heads, head_dim]."""

@@ -228,6 +228,16 @@ class KVStorage:
         for name, stored in encoded.items():
             self._by_slot[name][layer, slots] = stored
 
+    def put_blocks(self, layer: int | slice, blocks: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
+        """The same for tokens that fill whole blocks in order, which are copied block by block."""
+        layer = layer if isinstance(layer, slice) else self._layer(layer)
+        for name, stored in encoded.items():
+            pages = self.arrays[name][layer]  # [block, …], or [layers, block, …]
+            if isinstance(layer, slice):
+                pages[:, blocks] = stored.reshape(len(pages), len(blocks), *pages.shape[2:])
+            else:
+                pages[blocks] = stored.reshape(len(blocks), *pages.shape[1:])
+
     def read(self, layer: int, slots: ArrayLike) -> tuple[np.ndarray, np.ndarray]:
         """Gather keys and values of one layer from slots [n]: two float32 [n, num_kv_heads, head_dim]."""
         layer, slots = self._layer(layer), self._slots(slots)

@@ -251,6 +251,30 @@ def test_append_to_nobody_or_beyond_max_length_changes_nothing():
         cache.append("a", GOOD, GOOD, 2)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "int8"])
+@pytest.mark.parametrize("block_size", [1, 2, 4])
+def test_whole_blocks_of_prompts_are_written_where_slots_say(block_size, dtype):
+    """Long chunks from anywhere in a block, short ones and single tokens in one batch: as if slot by slot."""
+    random, counts = np.random.default_rng(block_size), [1, 17, 3, 30, 0, 16, 1]
+    for layers in (False, True):
+        cache = PagedKVCache(80, block_size, 2, 2, dtype=dtype, num_layers=2)
+        ids = [cache.add() for _ in counts]
+        cache.extend(ids, [2, 3, 0, block_size, 1, 5, 0])
+        keys, values = random.standard_normal((2, 2, sum(counts), 2, 2)).astype(np.float32)
+        if layers:
+            slots = cache.append(ids, keys, values, counts).slots
+        else:
+            reservation = cache.extend(ids, counts)
+            slots = reservation.slots
+            for layer in range(2):
+                cache.write(layer, reservation, keys[layer], values[layer])
+        apart = KVStorage(2, 80, block_size, 2, 2, dtype)
+        for layer in range(2):
+            apart.write(layer, slots, keys[layer], values[layer])
+        for name, array in apart.arrays.items():
+            np.testing.assert_array_equal(cache.storage.arrays[name], array)
+
+
 def test_a_number_too_large_for_float16_reserves_no_slot():
     cache = new_cache(4, 4, dtype="float16")
     cache.add("a")
