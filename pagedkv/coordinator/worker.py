@@ -115,7 +115,8 @@ class TextWorker:
     Whoever loses the lease, as after a long pause, joins the pool anew and goes on with what is still its own.
 
     Args: model; join: makes the cache over a new registration in the pool; queue: of the same pool and name;
-        max_batch: texts side by side; reap_every: seconds between two looks for dead workers.
+        max_batch: texts side by side; reap_every: seconds between two looks for dead workers; grace: seconds behind
+        the end of their leases, so that one that woke up in the middle of a write has ended it.
     """
 
     def __init__(
@@ -126,9 +127,10 @@ class TextWorker:
         *,
         max_batch: int = 4,
         reap_every: float = 1.0,
+        grace: float = 0.5,
     ):
         self.model, self.join, self.queue = model, join, queue
-        self.max_batch, self.reap_every = max_batch, reap_every
+        self.max_batch, self.reap_every, self.grace = max_batch, reap_every, grace
         self.cache = join()
         self.writing: list[Writing] = []  # oldest first; they hold blocks
         self.waiting: deque[Writing] = deque()  # claimed, without blocks
@@ -180,9 +182,7 @@ class TextWorker:
             self._reaped = now
             if self.cache.manager.lease_left < self.cache.manager.lease_seconds / 2:
                 self.cache.manager.heartbeat()
-            self.cache.manager.reap(
-                grace=self.cache.manager.lease_seconds / 4
-            )  # writers watch their own clocks
+            self.cache.manager.reap(grace=self.grace)
 
     def _accept(self, request: TextRequest) -> None:
         try:
