@@ -704,6 +704,72 @@ def test_a_plan_stays_valid_while_its_sequence_is_untouched(rng, change):
     assert_array_equal(cache.attend(0, query, plan), before)
 
 
+def grown_apart(rng, steps, lengths=(9, 14, 3, 17)):
+    """Yield, step by step, a cache that plans every step and the ids; blocks lie at random, so do their numbers."""
+    sequences = [random_sequence(rng, n, 2, 8) for n in lengths]
+    cache, ids = cached(sequences, 2, rng, spare=4 * steps)
+    for _ in range(steps):
+        new = rng.standard_normal((2, 1, len(ids), 2, 8)).astype(np.float32)
+        cache.append(ids, *new)
+        yield cache, ids
+
+
+def fresh_plan(cache, ids, **options):
+    """A plan that nothing was kept for."""
+    return AttentionPlan(cache.block_tables(ids), cache.lengths(ids), cache.block_size, **options)
+
+
+def test_a_plan_that_takes_over_the_last_one_gives_the_bits_of_a_new_one(rng):
+    """Through edges of blocks and parts, and from short to long: 64 keys a part, short up to 8192."""
+    taken_over, last = 0, None
+    for cache, ids in grown_apart(rng, 70):
+        query, plan = random_query(rng, len(ids), 4, 8), cache.plan(ids)
+        laid = plan._laid
+        taken_over += bool(laid) and last is not None and laid is not last._laid
+        out = cache.attend(0, query, plan)
+        assert_array_equal(out, fresh_plan(cache, ids).run(0, query, cache.storage))
+        last = plan
+    assert taken_over > 60
+
+
+def test_a_sequence_that_outgrows_the_short_ones_is_planned_anew(rng, small_tasks):
+    for cache, ids in grown_apart(rng, 12, (9, 2, 3)):
+        query, plan = random_query(rng, len(ids), 4, 8), cache.plan(ids)
+        assert_array_equal(cache.attend(0, query, plan), fresh_plan(cache, ids).run(0, query, cache.storage))
+        assert tasks_of(plan, cache) == tasks_of(fresh_plan(cache, ids), cache)
+
+
+def test_a_plan_that_was_taken_over_still_knows_its_own_step(rng):
+    steps = grown_apart(rng, 2)
+    cache, ids = next(steps)
+    query, plan = random_query(rng, len(ids), 4, 8), cache.plan(ids)
+    before = plan.run(0, query, cache.storage)
+    next(steps)
+    later = cache.plan(ids)
+    assert later._laid and not plan._laid, "taken over"
+    assert (later.run(0, query, cache.storage) != before).any()
+    assert_array_equal(plan.run(0, query, cache.storage), before)
+
+
+def test_a_step_after_a_fork_reads_the_shared_prefix_once(rng, small_tasks):
+    cache, (a, b) = cached([random_sequence(rng, n, 2, 8) for n in (12, 12)], 4, rng, spare=9)
+    query = random_query(rng, 2, 4, 8)
+    cache.attend(0, query, cache.plan([a, b]))
+    cache.reorder([a, b], [0, 0])
+    plan = cache.plan([a, b])
+    assert_exact(cache, [a, b], [1, 1], query, plan)
+    assert tasks_of(plan, cache) == tasks_of(fresh_plan(cache, [a, b]), cache)
+    assert plan.tasks(cache.storage)[0].members == 2
+
+
+def test_a_block_that_a_window_left_behind_is_named_in_a_later_step_too(rng):
+    cache, (a,) = cached([random_sequence(rng, 9, 2, 8)], 4, rng)
+    cache.attend(0, random_query(rng, 1, 4, 8), cache.plan(a))
+    cache.release_before(a, 4)
+    with pytest.raises(ValueError, match="row 0 has no block for position 0"):
+        cache.plan(a)
+
+
 def test_one_stale_sequence_makes_the_plan_of_a_batch_stale(rng):
     cache, plan, query = planned(rng, ["a", "b"])
     cache.extend("b")
