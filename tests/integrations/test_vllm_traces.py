@@ -17,9 +17,11 @@ import numpy as np
 import pytest
 
 from pagedkv.integrations.vllm import STORY, differences, first_difference, read_trace, replay
-from pagedkv.integrations.vllm.layout import from_page, to_page
+from pagedkv.integrations.vllm.layout import from_page, page_key, to_page
 from pagedkv.integrations.vllm.trace import Outcome, write_trace
 from pagedkv.manager import BlockManager
+from pagedkv.storage import KVStorage
+from pagedkv.store.record import Layout
 
 TRACES = Path(__file__).with_name("traces")
 RECORDED = [STORY, *sorted(TRACES.glob("*.jsonl.gz"))]
@@ -222,3 +224,11 @@ def test_a_block_of_vllm_becomes_a_page_and_back(heads, size, head_dim):
         assert numbers[head, 1, position * head_dim + i] == values[position, head, i]
     for ours, theirs in zip((keys, values), to_page(block), strict=True):
         assert np.array_equal(ours, theirs)
+
+
+def test_a_page_is_named_by_its_text_its_model_and_its_layout():
+    layouts = [Layout.of(KVStorage(1, 1, size, 1, 8), model) for size in (16, 32) for model in ("a", "b")]
+    keys = {page_key(layout, digest) for layout in layouts for digest in (b"x" * 32, b"y" * 32)}
+    assert len(keys) == 8
+    assert {len(key) for key in keys} == {32}
+    assert page_key(layouts[0], b"x" * 32) in keys  # the same again

@@ -27,7 +27,7 @@ from ...prefix_cache import tagged
 from ...storage import KVStorage
 from ...store.folder import PageStore
 from ...store.record import Layout, Page
-from .layout import from_page, to_page
+from .layout import from_page, page_key, to_page
 
 try:
     import torch
@@ -250,11 +250,6 @@ def layout_of(spec: FullAttentionSpec, num_layers: int, model: str) -> Layout:
     """The layout of the pages: what a `KVStorage` of ours has for the same model."""
     storage = KVStorage(num_layers, 1, spec.block_size, spec.num_kv_heads, spec.head_size, DTYPES[spec.dtype])
     return Layout.of(storage, model)
-
-
-def page_key(layout: Layout, block_hash: bytes) -> bytes:
-    """The key of a block: 32 bytes that stand for its text, all before it, the model and the layout."""
-    return hashlib.sha256(layout.digest + block_hash).digest()
 
 
 def open_store(where: str, layout: Layout):

@@ -1,11 +1,25 @@
-"""A block of vLLM's CPU cache as one of our pages, and back. Exact: numbers move, none is computed.
+"""A block of vLLM's CPU cache as one of our pages, and back; and what the page is called.
+
+Exact: numbers move, none is computed.
 
 vLLM keeps a layer as [num_blocks, num_kv_heads, block_size, 2 × head_dim], but the keys of a block are transposed:
 per head, first head_dim rows of block_size numbers (the keys), then block_size rows of head_dim (the values). Ours
 are token-major, [block_size, num_kv_heads, head_dim] each.
 """
 
+import hashlib
+
 import numpy as np
+
+from ...store.record import Layout
+
+
+def page_key(layout: Layout, block_hash: bytes) -> bytes:
+    """The key of a page: 32 bytes that stand for its text, all before it, the model and the layout.
+
+    Args: block_hash: vLLM's, of the block and all before it; also of its salt, images and adapter.
+    """
+    return hashlib.sha256(layout.digest + block_hash).digest()
 
 
 def to_page(block: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

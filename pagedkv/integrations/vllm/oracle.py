@@ -160,11 +160,11 @@ def story() -> Trace:
     for name in "ACB":
         t.stop(name)
     start("D", text[:9])
-    start("E", range(100, 120))  # nine free blocks are cached: the oldest lose their text
+    start("E", range(100, 120))
     start("F", range(200, 230))  # does not fit
     t.go_on("D", 19)
     late = t.stop("D")  # preempted
-    start("G", text[:9], salt="x")  # the same text, but not for everybody
+    start("G", text[:9], salt="x")  # the same text, but not for everybody; a block that was cached is taken
     t.stop("E")
     t.start(late)
     t.manager.reset_prefix_cache()  # not while somebody runs
