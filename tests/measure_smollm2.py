@@ -1,4 +1,4 @@
-"""SmolLM2's speed beside transformers', on the same weights in the same memory:
+"""SmolLM2's speed beside transformers', on the same weights:
 
     python tests/measure_smollm2.py [STEPS]
 

@@ -101,9 +101,11 @@ def llama(file: GGUF, progress: Progress | None = None) -> Llama:
     weights = Weights.empty(config)
     room = weights.named()
     for i, (name, ours) in enumerate(names.items(), start=1):
-        file.read(name, room[ours])
+        rows = np.empty(room[ours].shape, np.float32)
+        file.read(name, rows)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
-            halves_apart(room[ours], config.head_dim)
+            rows = halves_apart(rows, config.head_dim)
+        room[ours][...] = rows
         if progress is not None:
             progress(i, len(names))
     return Llama(config, tokenizer, weights)
@@ -178,7 +180,7 @@ def tensors_of(config: Config) -> Iterator[tuple[str, str, tuple[int, ...]]]:
             yield f"blk.{i}.{theirs}.weight", f"model.layers.{i}.{ours}.weight", shape
 
 
-def halves_apart(matrix: np.ndarray, head_dim: int) -> None:
-    """Reorder a head's rows in place: llama.cpp turns feature 2 i with 2 i + 1, we i with i + head_dim / 2."""
+def halves_apart(matrix: np.ndarray, head_dim: int) -> np.ndarray:  # [heads * head_dim, width]
+    """The rows of each head in our order: llama.cpp turns feature 2 i with 2 i + 1, we i with i + head_dim / 2."""
     pairs = matrix.reshape(-1, head_dim // 2, 2, matrix.shape[1])  # [heads, head_dim / 2, 2, width]
-    matrix[:] = pairs.swapaxes(1, 2).reshape(matrix.shape)
+    return pairs.swapaxes(1, 2).reshape(matrix.shape)

@@ -39,13 +39,13 @@ def smol():
 
 @pytest.fixture(scope="module")
 def peer(smol):
-    """transformers' network on our arrays; with PAGEDKV_STRESS on what the package gguf reads from the file."""
+    """transformers' network on our weights; with PAGEDKV_STRESS on what the package gguf reads from the file."""
     need_module("transformers", "transformers"), need_module("torch", "transformers")
     return network_of(smol, read_with_gguf(smol.config) if STRESS else None)
 
 
 def network_of(model, weights=None):
-    """A LlamaForCausalLM of the same shape, with these weights by name or the model's, in the same memory."""
+    """A LlamaForCausalLM of the same shape, with these weights by name or the model's, row after row."""
     import torch
     import transformers
 
@@ -66,7 +66,7 @@ def network_of(model, weights=None):
     with torch.device("meta"):
         network = transformers.LlamaForCausalLM(config)
     weights = weights or Weights(model.embedding, model.layers, model.final_norm).named()
-    weights = {name: torch.from_numpy(array) for name, array in weights.items()}
+    weights = {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in weights.items()}
     network.load_state_dict(weights | {"lm_head.weight": weights["model.embed_tokens.weight"]}, assign=True)
     network.model.rotary_emb = type(network.model.rotary_emb)(config)  # its angles are no weights
     return network.eval()
