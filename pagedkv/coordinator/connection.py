@@ -2,6 +2,8 @@
 
 import functools
 import hashlib
+import re
+import threading
 import time
 from collections.abc import Callable
 from importlib import resources
@@ -16,10 +18,24 @@ FIRST_PAUSE = 0.01  # seconds before a cut connection is tried again; doubles
 
 @functools.cache
 def script(name: str) -> tuple[bytes, bytes]:
-    """The text of a script with the library before it, and the SHA-1 by which the server knows it."""
+    """The text of a script, before it the functions of the library that it needs, and the SHA-1 of all.
+
+    The server makes those functions anew for every call, so each of them costs time.
+    """
     folder = resources.files(__package__) / "scripts"
-    text = b"\n".join((folder / f"{part}.lua").read_bytes() for part in ("library", name))
-    return text, hashlib.sha1(text).hexdigest().encode()
+    text = (folder / f"{name}.lua").read_text("utf-8")
+    library = (folder / "library.lua").read_text("utf-8")
+    for part in reversed(re.split(r"(?m)^(?=local )", library)):
+        if any(re.search(rf"\b{defined}\b", text) for defined in _defined(part)):
+            text = part + text
+    code = text.encode()
+    return code, hashlib.sha1(code).hexdigest().encode()
+
+
+def _defined(part: str) -> list[str]:
+    """The names that a part of the library is there for; without any it is a comment."""
+    head = re.match(r"local (?:function )?([\w, ]+)", part)
+    return head[1].replace(" ", "").split(",") if head else []
 
 
 def keys_of(pool: str) -> list[bytes]:
@@ -64,9 +80,10 @@ class Scripts:
 
     def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
         self.url, self.pool, self.timeout = url, pool, timeout
-        self._client = connect(url, timeout)
+        self._connection = connect(url, timeout).connection_pool.make_connection()
         self._keys = keys_of(pool)
         self._retried = retried
+        self._lock = threading.Lock()  # a heartbeat may come from another thread
 
     def run(self, name: str, *arguments) -> list[bytes]:
         """Run a script. What it replies: a status, then sections.
@@ -89,20 +106,36 @@ class Scripts:
                 time.sleep(pause)
                 pause *= 2
                 self._retried()
+            except redis.exceptions.MovedError as error:  # a cluster keeps the pool elsewhere: all of it
+                self._connection.disconnect()
+                self._connection.host, self._connection.port = error.host, error.port
             except redis.ResponseError as error:
                 raise self._said(error) from None
 
     def close(self) -> None:
-        self._client.close()
+        self._connection.disconnect()
 
     def _run(self, name: str, arguments: tuple) -> bytes:
         import redis
 
         text, sha = script(name)
+        with self._lock:
+            try:
+                return self._command(b"EVALSHA", sha, arguments)
+            except redis.exceptions.NoScriptError:
+                return self._command(b"EVAL", text, arguments)
+
+    def _command(self, command: bytes, what: bytes, arguments: tuple) -> bytes:
+        """Send a command and wait for its reply. Packing it here saves half of the time that redis-py takes."""
+        parts = [command, what, b"%d" % len(self._keys), *self._keys]
+        parts += [part if isinstance(part, bytes) else str(part).encode() for part in arguments]
+        packed = b"".join([b"$%d\r\n%b\r\n" % (len(part), part) for part in parts])
         try:
-            return self._client.execute_command("EVALSHA", sha, len(self._keys), *self._keys, *arguments)
-        except redis.exceptions.NoScriptError:
-            return self._client.execute_command("EVAL", text, len(self._keys), *self._keys, *arguments)
+            self._connection.send_packed_command([b"*%d\r\n%b" % (len(parts), packed)])
+            return self._connection.read_response()
+        except KeyboardInterrupt:  # the reply may still come: nobody must take it for the next one's
+            self._connection.disconnect()
+            raise
 
     @property
     def _where(self) -> str:

@@ -22,6 +22,7 @@ from .server import default_url
 from .views import MirroredTables, SharedBlocks, SharedIndex
 
 MICROSECONDS = 1_000_000
+NO_BLOCKS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -275,15 +276,15 @@ class RedisBlockManager(BlockManager):
         started = self._clock()
         ids, rows = self._rows(seq_ids, once=True)
         asked = self._growth(ids, rows, num_tokens)
-        start, tokens, num_hits, hits, new, copied, evicted, free = self._write(
+        start, tokens, free, *blocks = self._write(
             "extend", b"run", *asked, ids=ids, started=started, wide=(0, 1)
         )
+        num_hits, hits, new, copied, evicted = blocks or [NO_BLOCKS] * 5
         begun = [i for i in (self.tables.length(rows) == 0).nonzero()[0].tolist() if tokens[i]]
         self._attach(ids, rows, start, num_hits, hits)
         copies = self._replace_tails(rows, start, copied.reshape(-1, 3))
         size = self.block_size
-        blocks = -(-(start + tokens) // size) - -(-start // size)
-        self.tables.append(rows, blocks, tokens, new)
+        self.tables.append(rows, -(-(start + tokens) // size) - -(-start // size), tokens, new)
         slots = self.tables.slots(rows, start, tokens)
         if self.prefix_cache:
             lengths = [self._texts[ids[i]].prompt_length for i in begun]

@@ -127,5 +127,7 @@ in_parts("HSET", SEQS, texts)
 if #sources > 0 then                              -- they keep this owner until the worker has copied them
   redis.call("HSET", COPYING, TOKEN, (redis.call("HGET", COPYING, TOKEN) or "") .. pack(sources))
 end
-return done(version, pack64(start), pack64(tokens), pack(num_hits), pack(attached), pack(fresh), pack(pairs_copied),
-  pack(evicted), pack({available - needed}))
+local free = pack({available - needed})
+if needed + #attached == 0 then return done(version, pack64(start), pack64(tokens), free) end   -- as most steps are
+return done(version, pack64(start), pack64(tokens), free, pack(num_hits), pack(attached), pack(fresh),
+  pack(pairs_copied), pack(evicted))
