@@ -184,7 +184,10 @@ class _Rows:
 
     def select(self, indices: torch.Tensor | Iterable[int]) -> None:
         """Row i continues what row indices[i] holds now; tables are re-pointed and no byte moves."""
-        parents = torch.arange(len(self.seq_ids))[torch.as_tensor(indices).cpu()].tolist()
+        try:
+            parents = torch.arange(len(self.seq_ids))[torch.as_tensor(indices).cpu()].tolist()
+        except IndexError as error:
+            raise ValueError(f"rows are 0 … {len(self.seq_ids) - 1}: {error}") from None
         if len(parents) == len(self.seq_ids):
             self.engine.reorder(self.seq_ids, parents)
             return
