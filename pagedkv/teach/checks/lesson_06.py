@@ -26,9 +26,9 @@ class _Model(Llama):
         self.__dict__.update(copy.copy(_shipped().__dict__))
         self.positions: list[int] = []
 
-    def decode(self, tokens, positions, attend):
+    def decode(self, tokens, positions, attend, *wanted):
         self.positions = np.ravel(positions).tolist()
-        return super().decode(tokens, positions, attend)
+        return super().decode(tokens, positions, attend, *wanted)
 
     def __repr__(self) -> str:
         return "model"
