@@ -22,6 +22,7 @@ PAGES_AT = 5  # when both workers write a page for each of their sequences; the 
 LETTERS = dict(zip((11, 13, 15, 17), "now ", strict=True))  # what each sequence says next, and when
 END = 17
 LONGEST = 10  # seconds of sleep
+CARRIED = 1  # the number of everybody's first lease
 HOLDS = {1: ("a", "b"), 2: ("c", "d")}
 OWN, FREE, FOREIGN, REFUSED = "own", "free", "foreign", "refused"  # where the pages of the sleeper went
 
@@ -105,7 +106,7 @@ class _Stage:
             self._put(name, pages.UNFILLED * len(self.page[name]))  # not written yet
         self.holds = dict(HOLDS)
         self.until = dict.fromkeys(HOLDS, LEASE)
-        self.token = dict.fromkeys(HOLDS, 1)  # on record
+        self.token = dict.fromkeys(HOLDS, CARRIED)  # on record
         self.lanes = {f"{what} {number}": "" for number in HOLDS for what in ("worker", "lease")}
         self.free, self.moments, self.said = [], [], []
 
@@ -166,11 +167,11 @@ class _Stage:
                 self._put(name, self.page[name])
             self.said.append(f"Worker {number} writes {where}")
             return "w"
-        if self.tokens:
+        if self.tokens and self.token[number] != CARRIED:
             self.outcome = REFUSED
             self.said.append(
                 f"Worker {number} wakes and writes {where}. "
-                f"Its number is 1, on record is {self.token[number]}: refused"
+                f"Its number is {CARRIED}, on record is {self.token[number]}: refused"
             )
             return "x"
         owners = [name for name in self.pool.manager.seq_ids if set(blocks) & set(self.pool.table(name))]
