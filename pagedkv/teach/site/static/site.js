@@ -168,7 +168,7 @@ class Player {
     this.play = make("button", { type: "button", class: "play", onclick: () => this.toggle() }, "Play");
     this.play.hidden = matchMedia("(prefers-reduced-motion: reduce)").matches;
     const parts = this.inputs.map((input) => input.whole);
-    parts.splice(this.main, 0, make("span", { class: "steps" }, this.back, this.forward, this.play));
+    parts[this.main] = make("span", { class: "steps" }, this.back, this.forward, this.play, parts[this.main]);
     return make("div", { class: "controls" }, ...parts);
   }
 
