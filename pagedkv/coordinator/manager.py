@@ -91,6 +91,7 @@ class RedisBlockManager(BlockManager):
             _seconds("timeout", timeout),
         )
         self._scripts = Scripts(self.url, self.pool, self.timeout, self._told_again)
+        self.observers = []  # nobody listens before it has joined
         self._generation, self.token, agreed = self._join(settings)
         super().__init__(**agreed, observers=observers)
         self.tables = MirroredTables(self.block_size, max_length=self.tables.max_length)
