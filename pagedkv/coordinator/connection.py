@@ -148,7 +148,7 @@ class Scripts:
             hint = f"pool = {self.pool!r}: its keys hold something else already"
         elif "READONLY" in text or "read only" in text:
             hint = "url must name the primary, this server is a read-only replica"
-        elif "NOAUTH" in text or "WRONGPASS" in text:
+        elif any(word in text for word in ("NOAUTH", "WRONGPASS", "unauthenticated")):
             hint = "it refuses the password in url"
         elif "NOPERM" in text:
             hint = "the user in url may not do this"
