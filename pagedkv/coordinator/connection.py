@@ -143,19 +143,15 @@ class Scripts:
 
     def _said(self, error: Exception) -> CoordinatorError:
         """What the server complains of, and the setting that it is about."""
-        text = str(error)
-        if "WRONGTYPE" in text:
-            hint = f"pool = {self.pool!r}: its keys hold something else already"
-        elif "READONLY" in text or "read only" in text:
-            hint = "url must name the primary, this server is a read-only replica"
-        elif any(word in text for word in ("NOAUTH", "WRONGPASS", "unauthenticated")):
-            hint = "it refuses the password in url"
-        elif "NOPERM" in text:
-            hint = "the user in url may not do this"
-        elif "OOM" in text:
-            hint = "its maxmemory is used up"
-        else:
-            hint = "it refuses a script"
+        text = f"{type(error).__name__}: {error}"
+        hints = {
+            "WRONGTYPE": f"pool = {self.pool!r}: its keys hold something else already",
+            "ReadOnly|READONLY|read only": "url must name the primary, this server is a read-only replica",
+            "NOAUTH|WRONGPASS|unauthenticated": "it refuses the password in url",
+            "NoPermission|NOPERM": "the user in url may not do this",
+            "OutOfMemory|OOM": "its maxmemory is used up",
+        }
+        hint = next((hint for said, hint in hints.items() if re.search(said, text)), "it refuses a script")
         return CoordinatorError(f"{self._where} {hint} ({text})")
 
 

@@ -9,7 +9,7 @@ local blocks = {}
 for _, entries in ipairs(tables_of(ids)) do extend_list(blocks, owned(entries)) end
 local damage = too_few(blocks)
 if damage then return damage end
-local version, freed = next_version(), release(blocks)
-in_parts("HDEL", SEQS, ids)
+in_parts("HDEL", SEQS, ids)                       -- first, since a server without memory allows it, and then the rest
 in_parts("HDEL", TABLES, ids)
+local version, freed = next_version(), release(blocks)
 return done(version, pack(freed), pack({num_free()}))
