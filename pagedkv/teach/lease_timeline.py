@@ -13,7 +13,7 @@ import ipywidgets
 from ..allocator import PoolExhausted, whole_number
 from ..block_table import slots_of
 from . import pages, story
-from .pages import _LETTERS, _LOST, _PLAIN, _cell, _coloured, _head, _row, _table
+from .pages import _LETTERS, _LOST, _PLAIN, _SMALL, _cell, _coloured, _head, _row, _table
 from .scheduler_timeline import Timeline
 from .widgets import _LABEL, PredictFirst, Storyboard
 
@@ -266,11 +266,8 @@ class LeaseTimeline(PredictFirst):
     def frame(self, worker: int, pause: int, tokens: bool, second: int) -> str:
         """The evening up to a second as HTML: who did what, the pool, what the sequences read."""
         timeline, moment = self._until(worker, pause, tokens, second)
-        cells = [
-            (_head(name, "row", _coloured(name)), _cell(html.escape(pages.shown(text)), _style(moment, name)))
-            for name, text in moment.texts.items()
-        ]
-        texts = _table("What the sequences read", *(_row(pair) for pair in cells))
+        rows = [_read(name, text, name in moment.damaged) for name, text in moment.texts.items()]
+        texts = _table("What the sequences read", *rows)
         return f"{timeline._repr_html_()}{moment.strip._repr_html_()}{texts}<p>{html.escape(moment.said)}</p>"
 
     def text_frame(self, worker: int, pause: int, tokens: bool, second: int) -> str:
@@ -331,5 +328,7 @@ class LeaseTimeline(PredictFirst):
         return f"{self._found(play(*self.asked_about))} {self.because}".strip()
 
 
-def _style(moment: Moment, name: str) -> str:
-    return _LETTERS + (_LOST if name in moment.damaged else _PLAIN)
+def _read(name: str, text: str, damaged: bool) -> str:
+    """A row: who reads what, and whether it is what was written."""
+    letters = _cell(html.escape(pages.shown(text)), _LETTERS + (_LOST if damaged else _PLAIN))
+    return _row([_head(name, "row", _coloured(name)), letters, _cell("not what it wrote" * damaged, _SMALL)])

@@ -57,7 +57,7 @@ def test_the_board_with_keys_and_mouse(page, board, expect, tmp_path, photograph
     second.focus()
     page.keyboard.press("Home")
     expect(picture).to_contain_text("second 0")
-    expect(picture).to_contain_text("Good␣night·")
+    expect(picture).to_contain_text("Good␣nig····")
 
     board.get_by_role("button", name="not compared").click()
     board.get_by_role("button", name="Worker 2").click()

@@ -124,7 +124,8 @@ def test_every_frame_up_to_the_end(evening):
         text, drawing = board.text_frame(*evening, second), board.frame(*evening, second)
         assert f"second {second}" in text and f"second {second}" in drawing
         assert played.moments[second].said in text
-        assert text.count("(not what it wrote)") == len(played.moments[second].damaged)
+        damaged = len(played.moments[second].damaged)
+        assert text.count("(not what it wrote)") == drawing.count("not what it wrote") == damaged
     for second in (-1, END + 1, 0.5):
         with pytest.raises(ValueError):
             board.frame(*evening, second)
