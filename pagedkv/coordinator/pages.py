@@ -5,10 +5,11 @@ been written elsewhere, or before a restart: a page fault, served from a page st
 """
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from ..allocator import Event
 from ..block_table import NOTHING, SeqId, as_ids, slots_of
@@ -55,7 +56,9 @@ class SharedCache(PagedKVCache):
 
     # Growing
 
-    def extend(self, seq_ids, num_tokens=1) -> Reservation:
+    def extend(
+        self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
+    ) -> Reservation:
         """As PagedKVCache.extend; pages of a prompt's beginning that are not on this machine are fetched, or lost."""
         ids = as_ids(seq_ids)
         with self._lock:
@@ -84,7 +87,13 @@ class SharedCache(PagedKVCache):
             written = replace(reservation, slots=np.concatenate([none, *slots]))
             return Work(start, end - start, np.concatenate([none.astype(bool), *lacking]), written)
 
-    def commit(self, seq_ids, tokens=None, *, block_hashes=None) -> None:
+    def commit(
+        self,
+        seq_ids: SeqId | Iterable[SeqId],
+        tokens: ArrayLike | Sequence[ArrayLike] | None = None,
+        *,
+        block_hashes: Sequence | None = None,
+    ) -> None:
         """As PagedKVCache.commit; says also that what was lost is computed."""
         with self._lock:
             self.manager.commit(seq_ids, tokens, block_hashes=block_hashes)
@@ -129,21 +138,21 @@ class SharedCache(PagedKVCache):
 
     # What else happens to sequences
 
-    def free(self, seq_ids) -> np.ndarray:
+    def free(self, seq_ids: SeqId | Iterable[SeqId]) -> np.ndarray:
         """As PagedKVCache.free."""
         with self._lock:
             freed = self.manager.free(seq_ids)
             self._drop(as_ids(seq_ids))
             return freed
 
-    def fork(self, parent: SeqId, children=1) -> list[SeqId]:
+    def fork(self, parent: SeqId, children: int | Iterable[SeqId] = 1) -> list[SeqId]:
         """As PagedKVCache.fork."""
         with self._lock:
             ids = self.manager.fork(parent, children)
             self._follow(dict.fromkeys(ids, parent))
             return ids
 
-    def reorder(self, seq_ids: Iterable[SeqId], parents) -> np.ndarray:
+    def reorder(self, seq_ids: Iterable[SeqId], parents: Sequence[int]) -> np.ndarray:
         """As PagedKVCache.reorder."""
         ids = as_ids(seq_ids)
         with self._lock:
@@ -199,7 +208,7 @@ class SharedCache(PagedKVCache):
                 self.store.put_many((digests[i], self.storage.page(int(table[i]))) for i in new)
 
     @contextlib.contextmanager
-    def _bearing_failures(self):
+    def _bearing_failures(self) -> Iterator[None]:
         try:
             yield
         except OSError:  # the store is unreachable or full

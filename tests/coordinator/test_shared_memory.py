@@ -1,6 +1,5 @@
 """Pages in shared memory: the same bytes for all processes, and no segment lost or left behind. Real processes."""
 
-import contextlib
 import os
 import secrets
 import signal
@@ -174,15 +173,11 @@ def test_children_of_multiprocessing_take_nothing_either(pool):
 
 
 def test_a_forked_child_that_leaves_does_not_take_the_segment_with_it(pool):
-    storage = SharedStorage(pool, *SHAPE)
-    child = os.fork()
-    if child == 0:
-        with contextlib.suppress(BaseException):
-            storage.close()
-        os._exit(0)
-    os.waitpid(child, 0)
+    process = Process(pool)
+    child = "(s.close(), os._exit(0)) if p == 0 else print(os.waitpid(p, 0)[1])"
+    assert process.ask(f"import os; p = os.fork(); {child}") == "0"
     assert exists(pool)
-    storage.close()
+    assert process.end() == ""
     assert not exists(pool)
 
 
