@@ -61,19 +61,21 @@ class ChatTokenizer(BytePairTokenizer):
 
 
 def load(path: str | Path | None = None, *, progress: Progress | None = None) -> Llama:
-    """SmolLM2-135M-Instruct, its weights widened to float32 (540 MB of memory, two or three seconds).
+    """SmolLM2-135M-Instruct, its weights widened to float32 (540 MB of memory, five to ten seconds).
 
     Args: path: of its GGUF file; without one, the file in the installed package; progress: is told how far it is.
     Raises: WeightsError (a ValueError) if the file is missing, damaged or another one; ImportError without
-        tokenizers. Both say what to install.
+        gguf or tokenizers. Both say what to install.
     """
-    file = GGUF(find() if path is None else path)
-    found = hashlib.sha256(file.bytes).hexdigest()
-    if found != SHA256:
-        raise WeightsError(
-            f"{file.path} is damaged or another file: sha256 {SHA256} was expected, it has {found}"
-        )
-    return llama(file, progress)
+    path = find() if path is None else Path(path)
+    try:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise WeightsError(f"{path} cannot be read: {error}") from error
+    if found != SHA256:  # asked first: what a damaged file says is not even looked at
+        raise WeightsError(f"{path} is damaged or another file: sha256 {SHA256} was expected, it has {found}")
+    return llama(GGUF(path), progress)
 
 
 def find() -> Path:
@@ -101,8 +103,7 @@ def llama(file: GGUF, progress: Progress | None = None) -> Llama:
     weights = Weights.empty(config)
     room = weights.named()
     for i, (name, ours) in enumerate(names.items(), start=1):
-        rows = np.empty(room[ours].shape, np.float32)
-        file.read(name, rows)
+        rows = file.read(name, room[ours].shape)
         if name.endswith(("attn_q.weight", "attn_k.weight")):
             rows = halves_apart(rows, config.head_dim)
         room[ours][...] = rows
