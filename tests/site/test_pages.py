@@ -103,6 +103,8 @@ def test_what_a_prediction_asks_for_is_covered(pages, name):
     assert asked
     for part in page.select(".covered"):
         assert len(part.select("form.gate[hidden]")) == 1  # a script shows it, and covers the outputs
+        told = part.find_next_sibling().select_one(".reveals")  # and the text that gives them away
+        assert told is None or not told.select("h2, h3, h4, [id]")  # what a link may lead to stays
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -115,6 +117,16 @@ def test_solutions_and_hints_are_folded(pages, name):
         assert not heading.find_parent("details")  # what is in the fold stays visible
     for hint in page.find_all("summary", string=re.compile("^Hint")):
         assert not hint.parent.has_attr("open")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_cells_stand_in_the_lesson_a_cover_or_a_solution(pages, name):
+    """Folds and covers are closed where they should be; a browser would repair it in its own way."""
+    for cell in pages[name].select("[data-cell]"):
+        place = cell.parent
+        assert place.name == "article" or {"covered", "solution"} & set(place["class"]), cell["data-cell"]
+        if place.name != "article":
+            assert place.parent.name in ("article", "details")
 
 
 # ---- links, anchors, pictures

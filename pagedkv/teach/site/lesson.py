@@ -15,6 +15,7 @@ from .. import student
 from .players import Player, is_widget
 from .words import FirstUses
 
+STAYS = re.compile(r"<h[2-6]\b|<p><a id=|<p>(?:(?!</p>).)*<strong>Predict", re.S)  # below an answer
 SOLUTION = re.compile(r'(?:<p><a id="[^"]*"></a></p>\s*)?<h3.*?</h3>', re.S)
 
 
@@ -91,7 +92,7 @@ def prepared(
     highlight = Highlight2HTML(pygments_lexer="python")
     in_solutions = is_open = False
     for number, cell in enumerate(nb.cells):
-        cell.metadata["site"] = {"outputs": [], "covered": "", "after": ""}
+        cell.metadata["site"] = {"before": "", "after": "", "outputs": [], "covered": ""}
         made = cell.metadata["site"]  # nbformat keeps a node of its own
         if cell.cell_type == "code":
             made["html"] = highlight(cell.source, language="python")
@@ -104,32 +105,38 @@ def prepared(
             continue
         above, heading, below = re.split(r"(?m)(^## Solutions?\b.*$|\Z)", cell.source, maxsplit=1)
         made["html"] = text.html(above)
-        if in_solutions:
-            made["html"], is_open = _folded(made["html"], is_open)
+        if not in_solutions:
+            made["html"] = uses.link(made["html"]) + text.html(heading)
+            in_solutions, ahead = bool(heading), text.html(below)
         else:
-            made["html"] = uses.link(made["html"])
-        if heading:
-            folded, is_open = _folded(text.html(below), is_open)
-            made["html"] += text.html(heading) + folded
-            in_solutions = True
+            made["html"], ahead = "", made["html"]
+        seen, folds = _folded(ahead)
+        made["html"] += seen
+        if folds:
+            made["before"], made["after"], is_open = "</details>" * is_open, folds, True
     if is_open:
-        nb.cells[-1].metadata["site"]["after"] = "</div></details>"
+        nb.cells[-1].metadata["site"]["after"] += "</details>"
     _cover(nb.cells)
     return nb, text, figures
 
 
-def _folded(made: str, is_open: bool) -> tuple[str, bool]:
-    """What follows each third-level heading goes into a fold of its own, up to the next one."""
-    out, at = [], 0
-    for heading in SOLUTION.finditer(made):
-        out += [made[at : heading.start()], "</div></details>" * is_open, heading[0]]
-        out.append('<details class="solution"><summary>Show the solution</summary><div>')
-        is_open, at = True, heading.end()
-    return "".join([*out, made[at:]]), is_open
+def _folded(made: str) -> tuple[str, str]:
+    """A text of solutions up to its first third-level heading, and what follows: a fold, whose end is left open."""
+    headings = list(SOLUTION.finditer(made))
+    if not headings:
+        return made, ""
+    folds = []
+    for heading, after in zip(headings, [*headings[1:], None], strict=True):
+        inside = made[heading.end() : after.start() if after else None]
+        folds.append('<details class="solution"><summary>Show the solution</summary>')
+        folds.append(f'<div class="text">{inside}</div>')
+        if after:
+            folds.append(f'</details><div class="text">{after[0]}</div>')
+    return made[: headings[0].end()], "".join(folds)
 
 
 def _cover(cells: list[Any]) -> None:
-    """Mark the code cells below a prediction: where the part begins whose outputs are covered, and where it ends."""
+    """Mark the code cells below a prediction, whose outputs are covered, and the text that gives the answer away."""
     for number, cell in enumerate(cells):
         last = cell.source.strip().split("\n\n")[-1]
         if cell.cell_type != "markdown" or "**Predict" not in last:
@@ -143,6 +150,11 @@ def _cover(cells: list[Any]) -> None:
             continue  # a widget asks by itself
         group[0].metadata["site"]["covered"] = "begins"
         group[-1].metadata["site"]["covered"] = "ends" if len(group) > 1 else "both"
+        if below.cell_type == "markdown":  # it tells what has just been seen
+            made = below.metadata["site"]
+            stays = STAYS.search(made["html"])
+            end = stays.start() if stays else len(made["html"])
+            made["html"] = f'<div class="reveals">{made["html"][:end]}</div>{made["html"][end:]}'
 
 
 def _output(output: Any, cell: Any, below: list[Any]) -> dict[str, Any]:

@@ -56,9 +56,8 @@ function unfold() {
   const there = document.getElementById(decodeURIComponent(location.hash.slice(1)));
   if (!there) return;
   for (let fold = there.closest("details"); fold; fold = fold.parentElement.closest("details")) fold.open = true;
-  const next = there.closest("p")?.nextElementSibling ?? there.nextElementSibling;
-  const solution = [next, next?.nextElementSibling].find((node) => node?.matches("details.solution"));
-  if (solution) solution.open = true;
+  const solution = there.matches("a, h3") && there.closest("[data-cell]")?.nextElementSibling;
+  if (solution && solution.matches("details.solution")) solution.open = true;
   there.scrollIntoView();
 }
 
@@ -82,8 +81,8 @@ function gate(form) {
     said.textContent = text;
     letKeysScroll(covered);
     count(predicted);
-    const first = covered.querySelector(".out");
-    first.tabIndex = -1;
+    const first = covered.querySelector(".out"); // where the button was there is nothing to stand on
+    first.tabIndex = Math.max(first.tabIndex, -1);
     first.focus({ preventScroll: true });
   };
   score.asked += 1;
@@ -94,6 +93,17 @@ function gate(form) {
     if (guess.value.trim()) open(`You said: ${guess.value.trim()}`, true);
   });
   show.addEventListener("click", () => open("Shown without a guess.", false));
+}
+
+function showAllButton() {
+  const button = document.querySelector("button.all");
+  if (!button || !score.asked) return;
+  button.hidden = false;
+  button.addEventListener("click", () => {
+    for (const show of document.querySelectorAll(".gate button[type=button]")) show.click();
+    button.disabled = true;
+    document.querySelector("h1").scrollIntoView();
+  });
 }
 
 // ---- players
@@ -288,6 +298,7 @@ addEventListener("DOMContentLoaded", () => {
   themeButton();
   document.querySelectorAll(".player").forEach((place, number) => new Player(place, number));
   document.querySelectorAll("form.gate[hidden]").forEach(gate);
+  showAllButton();
   letKeysScroll(document);
   addEventListener("resize", () => letKeysScroll(document));
   addEventListener("hashchange", unfold);
