@@ -3,6 +3,7 @@
 import argparse
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -258,7 +259,8 @@ class Screen:
 
     def show(self, rows: list[Row], summary: str) -> None:
         if self.redraws:
-            lines = [HEAD, *map(str, rows), summary]
+            width = shutil.get_terminal_size().columns - 1  # a line that wraps would be two
+            lines = [line[:width] for line in (HEAD, *map(str, rows), summary)]
             self._write(self._back() + "".join(line + "\n" for line in lines))
             self.lines = len(lines)
             return

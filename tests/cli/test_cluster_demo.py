@@ -106,6 +106,7 @@ ROW = cluster_demo.Row("worker-1", 7, "1.0 s", ["r1", "r2"], 20, 3, 1)
 
 def test_on_a_terminal_the_table_is_drawn_over_itself(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
     file = Terminal()
     screen = cluster_demo.Screen(file)
     for _ in range(2):
@@ -115,6 +116,14 @@ def test_on_a_terminal_the_table_is_drawn_over_itself(monkeypatch):
     assert first == second and len(first.splitlines()) == 3
     assert first.splitlines()[1].split() == ["worker-1", "7", "1.0", "s", "20", "3", "1", "r1", "r2"]
     assert third == "killed\n"
+
+
+def test_a_narrow_terminal_gets_short_lines(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "40")
+    file = Terminal()
+    cluster_demo.Screen(file).show([ROW], "0 of 2 texts; 3 blocks")
+    assert max(map(len, file.getvalue().splitlines())) == 39
 
 
 def test_elsewhere_a_line_is_said_when_something_has_changed():
