@@ -28,10 +28,15 @@ SEED = random.randrange(1, 2**30)  # another one in each run; a failure names it
 
 rng = random.Random(1)
 BASE = [rng.randrange(256) for _ in range(200)]
-PROMPTS = [BASE, [*BASE[:130], 5, 6, 7], list(range(50, 110)), [*BASE, *[7] * 33]]
+PROMPTS = [
+    BASE,
+    [*BASE[:130], 5, 6, 7],
+    list(range(50, 110)),
+    [*BASE, *[7] * 24],
+]  # the last has 7 whole blocks
 NONE, ALL = (
     [0, 128, 0, 192],
-    [192, 128, 32, 224],
+    [192, 128, 32, 192],
 )  # cached tokens of PROMPTS: by vLLM itself, with a full store
 
 

@@ -14,6 +14,8 @@ os.environ.update(
     VLLM_CPU_KVCACHE_SPACE="1",
     VLLM_NO_USAGE_STATS="1",
     VLLM_DO_NOT_TRACK="1",
+    VLLM_CPU_OMP_THREADS_BIND="nobind",  # several engines share the processor
+    OMP_NUM_THREADS="1",
     HF_HUB_OFFLINE="1",
 )
 
