@@ -287,10 +287,13 @@ def test_nothing_is_written_after_the_lease(cluster, model, monkeypatch):
     seq = a.add()
     reservation = a.extend(seq, 2)
     keys = np.ones((2, a.storage.num_kv_heads, a.storage.head_dim), np.float32)
+    a.write(0, reservation, keys, keys)
+    current = a.versions([seq])
+    monkeypatch.setattr(a.manager, "versions", lambda _: current)  # this may be remembered, the lease may not
     monkeypatch.setattr(type(a.manager), "lease_left", -0.1)
     before = a.storage.arrays["keys"].copy()
     with pytest.raises(LeaseLost):
-        a.write(0, reservation, keys, keys)
+        a.write(0, reservation, keys + 1, keys)
     assert np.array_equal(a.storage.arrays["keys"], before)
 
 
