@@ -24,7 +24,6 @@ class State:
     sealed: dict  # block -> digest
     holders: dict  # digest -> blocks
     copying: dict  # token -> blocks
-    replies: dict
     parcels: dict
 
     @property
@@ -47,7 +46,9 @@ def read(client, pool):
     numbers = lambda text: tuple(map(int, text.split()))  # noqa: E731
     return State(
         pool=found["pool"],
-        workers={name: numbers(lease) for name, lease in found["workers"].items()},
+        workers={
+            name: numbers(b" ".join(lease.split(b" ", 3)[:3])) for name, lease in found["workers"].items()
+        },
         seqs={key: numbers(text) for key, text in found["seqs"].items()},
         tables={key: ints(data) for key, data in found["tables"].items()},
         owners={int(block): int(count) for block, count in found["owners"].items()},
@@ -56,9 +57,15 @@ def read(client, pool):
         sealed={int(block): digest for block, digest in found["sealed"].items()},
         holders={digest: ints(blocks) for digest, blocks in found["holders"].items()},
         copying={int(token): ints(blocks) for token, blocks in found["copying"].items()},
-        replies=found["replies"],
         parcels=found["parcels"],
     )
+
+
+def expire(client, pool, worker):
+    """Let a worker's lease end now, as if it had been silent for so long."""
+    key = f"{{pagedkv:{pool}}}:v1:workers"
+    token, _, rest = client.hget(key, worker).split(b" ", 2)
+    client.hset(key, worker, b"%s 1 %s" % (token, rest))
 
 
 def check(state):

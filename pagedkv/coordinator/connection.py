@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 from .errors import CoordinatorError, Unreachable
 
 VERSION = "v1"  # of the keys and of what they hold
-PARTS = "pool workers seqs tables owners plain cached sealed holders copying replies parcels"
+PARTS = "pool workers seqs tables owners plain cached sealed holders copying parcels"
 FIRST_PAUSE = 0.01  # seconds before a cut connection is tried again; doubles
 
 

@@ -173,7 +173,7 @@ class RedisBlockManager(BlockManager):
         leases, seqs, tables, copying = _hashes(rest)
         found = []
         for name, lease in leases.items():
-            token, ends, _ = map(int, lease.split())
+            token, ends = map(int, lease.split(b" ", 2)[:2])
             held = {key: text.split() for key, text in seqs.items() if int(text.split()[0]) == token}
             found.append(
                 Worker(
@@ -277,21 +277,23 @@ class RedisBlockManager(BlockManager):
         started = self._clock()
         ids, rows = self._rows(seq_ids, once=True)
         asked = self._growth(ids, rows, num_tokens)
-        start, tokens, free, *blocks = self._write(
-            "extend", b"run", *asked, ids=ids, started=started, wide=(0, 1)
+        how = b"tell" if self.observers else b"run"
+        start, tokens, free, *changes = self._write(
+            "extend", how, *asked, ids=ids, started=started, wide=(0, 1)
         )
-        num_hits, hits, new, copied, evicted = blocks or [NO_BLOCKS] * 5
-        begun = [i for i in (self.tables.length(rows) == 0).nonzero()[0].tolist() if tokens[i]]
-        self._attach(ids, rows, start, num_hits, hits)
-        copies = self._replace_tails(rows, start, copied.reshape(-1, 3))
+        prompts = self._prompts_begun(ids, rows, tokens) if self.prefix_cache else ()
+        new = hits = evicted = NO_BLOCKS
+        copies = NO_BLOCKS.reshape(0, 3)
+        if changes:  # most steps fill blocks that are there
+            num_hits, hits, new, copied, evicted = changes
+            self._attach(ids, rows, start, num_hits, hits)
+            copies = self._replace_tails(rows, start, copied.reshape(-1, 3))
         size = self.block_size
-        self.tables.append(rows, -(-(start + tokens) // size) - -(-start // size), tokens, new)
+        counts = -(-(start + tokens) // size) - -(-start // size) if len(new) else NO_BLOCKS
+        self.tables.append(rows, counts, tokens, new)
         slots = self.tables.slots(rows, start, tokens)
-        if self.prefix_cache:
-            lengths = [self._texts[ids[i]].prompt_length for i in begun]
-            asked = [length for length in lengths if length]
-            if asked:
-                self.prefix_stats.observe(len(asked), sum(asked), len(hits) * size)
+        if prompts:
+            self.prefix_stats.observe(len(prompts), sum(prompts), len(hits) * size)
         if self.observers:
             told, counts = {"new": new, "copies": copies}, {"tokens": int(tokens.sum()), "free": int(free[0])}
             if self.prefix_cache:
@@ -474,6 +476,12 @@ class RedisBlockManager(BlockManager):
             *digests,
         ]
 
+    def _prompts_begun(self, ids, rows, tokens) -> list[int]:
+        """The lengths of the prompts that begin with these tokens."""
+        begun = ((self.tables.length(rows) == 0) & (tokens > 0)).nonzero()[0].tolist()
+        lengths = [self._texts[ids[i]].prompt_length for i in begun]
+        return [length for length in lengths if length]
+
     def _attach(self, ids, rows, start, num_hits, hits) -> None:
         """Mirror that prompts own the cached blocks that they begin with."""
         place = 0
@@ -556,7 +564,7 @@ class RedisBlockManager(BlockManager):
         (version, *answer) = self._understand(reply, started, ids, about)
         self._requests += 1
         self._copying, self._lease_until = False, sent + self.lease_seconds
-        self.tables.now = int(_int64(version)[0])
+        self.tables.now = int.from_bytes(version, "little")
         if not parsed:
             return answer
         return [_int64(part) if i in wide else _int32(part) for i, part in enumerate(answer)]

@@ -13,6 +13,7 @@ from cut_proxy import Proxy
 from needs import STRESS
 from pool_workers import Process
 from redis_servers import new_pool, real_server, servers  # noqa: F401  a fixture
+from server_state import expire
 
 from pagedkv import PoolExhausted
 from pagedkv.coordinator import CoordinatorError, PoolLost, RedisBlockManager, Unreachable
@@ -223,12 +224,6 @@ def test_a_server_that_forgot_the_last_changes_is_noticed(tmp_path):
 
 
 # Workers die or freeze
-
-
-def expire(client, pool, name):
-    key = f"{{pagedkv:{pool}}}:v1:workers"
-    token, _, span = client.hget(key, name).split()
-    client.hset(key, name, b"%s 1 %s" % (token, span))
 
 
 def test_workers_killed_at_any_moment_leave_a_whole_pool(servers, tmp_path):  # noqa: F811

@@ -7,6 +7,7 @@ import pytest
 import server_state
 from needs import need_module
 from redis_servers import new_pool, servers  # noqa: F401  a fixture
+from server_state import expire
 
 from pagedkv import PagedKVCache, PoolExhausted
 from pagedkv.coordinator import CoordinatorError, LeaseLost, RedisBlockManager
@@ -30,9 +31,7 @@ class Pool:
 
     def expire(self, manager):
         """Let a lease end now, as if the worker had been silent for so long."""
-        self.client.hset(
-            f"{{pagedkv:{self.name}}}:v1:workers", manager.worker, f"{manager.token} 1 {int(LEASE * 1e6)}"
-        )
+        expire(self.client, self.name, manager.worker)
 
     @property
     def state(self):

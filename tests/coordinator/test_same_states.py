@@ -11,7 +11,7 @@ from test_prefix_states import PrefixMachine
 from test_states import SequencesMachine
 from twin import Twin
 
-RUNS = {"real": 100, "fake": 20} if STRESS else {"real": 8, "fake": 2}  # walks through each machine
+RUNS = {"real": 100, "fake": 20} if STRESS else {"real": 4, "fake": 1}  # walks through each machine
 STEPS = 40 if STRESS else 25
 
 

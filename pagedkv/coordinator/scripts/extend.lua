@@ -5,7 +5,7 @@
 local mode, size, limit = ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[8]) or math.huge
 local tokens, prompts = unpacked(ARGV[9]), unpacked(ARGV[10])
 local ids = slice(ARGV, 11, 10 + #tokens)
-if mode == "run" then
+if mode == "run" or mode == "tell" then
   local refusal = enter()
   if refusal then return refusal end
 else
@@ -79,7 +79,8 @@ for i, seq in ipairs(seqs) do
   end
   new = new + entries(start[i] + tokens[i]) - entries(start[i])
 end
-local needed, available = new + #revived, num_free()
+local needed, available = new + #revived, 0       -- most steps need none, and ask for no more
+if needed > 0 or mode ~= "run" then available = num_free() end
 if mode == "plan" then return reply("ok", pack({needed, available})) end
 if needed > available then return reply("exhausted", tostring(needed), tostring(available)) end
 

@@ -31,6 +31,6 @@ local found, refusal
 if redis.call("EXISTS", POOL) == 1 then found, refusal = of_the_pool() else found, refusal = make() end
 if refusal then return refusal end
 local token = redis.call("HINCRBY", POOL, "tokens", 1)
-redis.call("HSET", WORKERS, WORKER, whole(token) .. " " .. whole(now() + tonumber(lease)) .. " " .. lease)
+redis.call("HSET", WORKERS, WORKER, table.concat({whole(token), whole(now() + tonumber(lease)), lease, "0 "}, " "))
 reclaim()                                         -- the lease of an earlier worker of this name is over by that
 return reply("ok", redis.call("HGET", POOL, "generation"), tostring(token), unpack(found))

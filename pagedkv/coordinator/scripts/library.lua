@@ -1,7 +1,7 @@
 -- What the scripts share; it stands before each of them. A script reads all it needs, decides, and only then writes:
 -- every refusal comes before the first write. Numbers travel as int32, little-endian, −1 where there is no block.
 
-local POOL, WORKERS, SEQS, TABLES, OWNERS, PLAIN, CACHED, SEALED, HOLDERS, COPYING, REPLIES, PARCELS = unpack(KEYS)
+local POOL, WORKERS, SEQS, TABLES, OWNERS, PLAIN, CACHED, SEALED, HOLDERS, COPYING, PARCELS = unpack(KEYS)
 local DIGEST = 32                                 -- bytes of SHA-256
 local MANY = 4000                                 -- arguments of one command: Lua's stack has an end
 
@@ -93,25 +93,25 @@ local function now()                              -- microseconds
   return tonumber(time[1]) * 1000000 + tonumber(time[2])
 end
 
-local function lease_of(name)                     -- token, end and length of a worker's lease, or nil
-  local token, ends, span = string.match(redis.call("HGET", WORKERS, name) or "", "^(%d+) (%d+) (%d+)$")
-  return tonumber(token), tonumber(ends), tonumber(span)
+local function lease_of(name)                     -- token, end and length of a worker's lease, its last reply; or nil
+  local token, ends, span, last = string.match(redis.call("HGET", WORKERS, name) or "", "^(%d+) (%d+) (%d+) (.*)$")
+  return tonumber(token), tonumber(ends), tonumber(span), last
 end
 
 local GENERATION, WORKER, TOKEN, REQUEST, COPIED = ARGV[1], ARGV[2], ARGV[3], ARGV[4], ARGV[5]
-local clock, span                                 -- now, and the length of the caller's lease
+local clock, span, last                           -- now, the length of the caller's lease, its last request and reply
 
 local function fenced()                           -- the refusal of a caller without a valid lease, or nil
   if redis.call("HGET", POOL, "generation") ~= GENERATION then return reply("lost") end
   local token, ends
-  token, ends, span = lease_of(WORKER)
+  token, ends, span, last = lease_of(WORKER)
   if token ~= tonumber(TOKEN) then return reply("fenced", tostring(token or "none")) end
   clock = now()
   if ends < clock then return reply("late", whole(clock - ends)) end
 end
 
 local function renew()
-  redis.call("HSET", WORKERS, WORKER, TOKEN .. " " .. whole(clock + span) .. " " .. whole(span))
+  redis.call("HSET", WORKERS, WORKER, table.concat({TOKEN, whole(clock + span), whole(span), last}, " "))
 end
 
 -- Blocks: how many own each, the free queue, and which can be found
@@ -307,7 +307,7 @@ end
 local function enter()                            -- a reply to send at once, or nil: go on
   local refusal = fenced()
   if refusal then return refusal end
-  local last, request = redis.call("HGET", REPLIES, TOKEN) or "0 ", tonumber(REQUEST)
+  local request = tonumber(REQUEST)
   local space = string.find(last, " ", 1, true)
   local before = tonumber(string.sub(last, 1, space - 1))
   if before == request then return string.sub(last, space + 1) end
@@ -329,8 +329,8 @@ local function next_version() return redis.call("HINCRBY", POOL, "changes", 1) e
 local function done(version, ...)
   write_owners()
   local answer = reply("ok", pack64({version}), ...)
+  last = REQUEST .. " " .. answer
   renew()
-  redis.call("HSET", REPLIES, TOKEN, REQUEST .. " " .. answer)
   return answer
 end
 
@@ -359,8 +359,5 @@ local function reclaim()                          -- returns the sequences and t
   in_parts("HDEL", TABLES, ids)
   in_parts("HDEL", PARCELS, ids)
   in_parts("HDEL", COPYING, dead)
-  for _, token in ipairs(redis.call("HKEYS", REPLIES)) do
-    if not alive[token] then redis.call("HDEL", REPLIES, token) end
-  end
   return ids, freed
 end
