@@ -41,7 +41,7 @@ function make(tag, attributes = {}, ...children) {
   return node;
 }
 
-const SCROLLS = ".out > pre, .out.drawing, .wide, .cell > .highlight pre, .picture, figure.out";
+const SCROLLS = ".out > pre, .text > pre, .out.drawing, .wide, .cell > .highlight pre, .picture, figure.out";
 
 // What is wider than the page scrolls; then the keyboard must be able to reach it.
 function letKeysScroll(inside) {
