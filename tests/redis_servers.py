@@ -2,12 +2,17 @@
 
 import contextlib
 import secrets
+import shutil
 import socket
 import subprocess
 import time
 
 import pytest
-from needs import need_module, need_program
+from needs import STRESS, need_module, need_program
+
+# For tests that take seconds: one kind of server is enough for a normal run, `make stress` has them against both.
+REAL = shutil.which("redis-server") is not None
+KINDS = ["fake", "real"] if STRESS else ["real" if REAL else "fake"]
 
 
 def free_port():

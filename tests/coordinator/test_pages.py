@@ -6,7 +6,7 @@ import secrets
 import numpy as np
 import pytest
 from needs import need_module
-from redis_servers import new_pool, servers  # noqa: F401
+from redis_servers import KINDS, new_pool, servers  # noqa: F401
 
 from pagedkv import StalePlan
 from pagedkv.coordinator import LeaseLost, RedisBlockManager
@@ -25,7 +25,7 @@ def model():
     return Llama.load()
 
 
-@pytest.fixture(params=["fake", "real"])
+@pytest.fixture(params=KINDS)
 def url(request, servers):  # noqa: F811
     return servers(request.param)
 

@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 from needs import need_module
-from redis_servers import free_port, new_pool, servers  # noqa: F401
+from redis_servers import KINDS, free_port, new_pool, servers  # noqa: F401
 
 from pagedkv.coordinator.errors import Unreachable
 from pagedkv.coordinator.pages import SharedCache
@@ -232,9 +232,9 @@ class Crew:
         self.queue.close()
 
 
-@pytest.fixture
-def crew(servers, model):  # noqa: F811
-    crew = Crew(servers("real"), model)  # against fakeredis: tests/cli/test_cluster_demo.py
+@pytest.fixture(params=KINDS)
+def crew(request, servers, model):  # noqa: F811
+    crew = Crew(servers(request.param), model)
     yield crew
     crew.close()
 
