@@ -38,7 +38,7 @@ def url(request, servers):  # noqa: F811
 
 @pytest.fixture
 def store(url, cache):
-    with_events = RedisPageStore(url, Layout.of(cache.storage, "m"), pool=new_pool(), observers=[])
+    with_events = RedisPageStore(url, Layout.of(cache.storage, "m"), pool=new_pool(), timeout=60)
     with_events.events = []
     with_events.observers.append(with_events.events.append)
     yield with_events
