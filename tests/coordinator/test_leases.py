@@ -102,6 +102,22 @@ def test_a_prompt_finds_the_blocks_that_another_worker_computed(pool):
     assert pool.state.cached != [] and a.num_free == 16
 
 
+def test_a_block_that_is_written_into_is_found_no_more(pool):
+    manager = pool.worker()
+    manager.add("s", tokens=range(9))
+    manager.extend("s", None)
+    manager.commit("s")
+    manager.fork("s", ["t"])
+    manager.truncate("s", 6)  # the block is cut in two, but shared: it stays as it is
+    manager.free("t")
+    block = int(manager.block_tables(["s"])[0, 1])
+    assert block in pool.state.sealed
+    manager.extend("s")  # in place
+    assert block not in pool.state.sealed
+    manager.add("u", tokens=range(9))
+    assert manager.match("u") == 4
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
