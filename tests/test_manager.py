@@ -367,3 +367,65 @@ def test_the_same_calls_on_shuffled_blocks_give_the_same_contents_and_counts():
         results.append((model.read("a"), model.read("b"), model.num_free, sorted(model.refs)))
         assert model.table("a")[0] == order[0]
     assert results[0] == results[1]
+
+
+# Answers and refusals, word for word where a number stands in them
+
+
+def pair():
+    manager = BlockManager(4, 4)
+    manager.add("a")
+    manager.extend("a", 6)
+    manager.fork("a", ["b"])
+    return manager
+
+
+@pytest.mark.parametrize("call", ["blocks_needed", "can_extend", "extend", "reorder", "free"])
+def test_a_batch_names_a_sequence_once(call):
+    manager = pair()
+    more = ([0, 0],) if call == "reorder" else ()
+    with refused(manager, ValueError, "'a'"):
+        getattr(manager, call)(["a", "a"], *more)
+
+
+def test_the_last_free_block_may_be_taken():
+    manager = pair()  # two blocks, both shared; two free
+    assert (manager.blocks_needed("a", 6), manager.can_extend("a", 6)) == (2, True)
+    assert (manager.blocks_needed("a", 7), manager.can_extend("a", 7)) == (3, False)
+    manager.extend("a", 2)  # fills its own copy of the half-full block: one free
+    assert (manager.blocks_needed("a"), manager.can_extend("a"), manager.num_free) == (1, True, 1)
+    manager.add("c")
+    manager.extend("c", 3)
+    assert (manager.blocks_needed("c"), manager.can_extend("c")) == (0, True)  # one token, not two
+
+
+def test_refusals_say_what_was_there():
+    manager = pair()
+    for call, said in (
+        (lambda: manager.reorder(["a", "b"], [0, 2]), r"parents must be 2 numbers of 0 … 1, got \[0, 2\]"),
+        (lambda: manager.truncate("a", 2.5), "length must be a whole number"),
+        (lambda: manager.truncate("a", 7), "sequence 'a' has 6 tokens, cannot truncate it to 7"),
+        (lambda: manager.release_before("a", -1), "position must be a whole number"),
+        (lambda: manager.release_before("a", 7), "sequence 'a' has 6 tokens, none at 7"),
+    ):
+        with refused(manager, ValueError, said):
+            call()
+
+
+def test_truncate_may_end_in_the_first_block_behind_the_window():
+    manager = BlockManager(4, 4)
+    manager.add("a")
+    manager.extend("a", 10)
+    manager.release_before("a", 4)
+    manager.truncate("a", 6)  # block 1 is there, block 0 was left behind
+    assert (manager.length("a"), table(manager, "a")[0]) == (6, -1)
+
+
+def test_reorder_releases_the_tail_first():
+    manager = BlockManager(8, 4)
+    for name, tokens in (("a", 12), ("b", 12)):
+        manager.add(name)
+        manager.extend(name, tokens)
+    left = table(manager, "b")
+    manager.reorder(["a", "b"], [0, 0])
+    assert queue(manager)[:3] == left[::-1]
