@@ -165,7 +165,7 @@ class BlockManager(Observed):
         self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1
     ) -> int:
         """Free blocks that `extend` with the same arguments would take: new ones, copies and revived ones."""
-        return self._plan_growth(*self._rows(seq_ids, once=True), num_tokens).needed
+        return int(self._plan_growth(*self._rows(seq_ids, once=True), num_tokens).needed)
 
     def can_extend(
         self, seq_ids: SeqId | Iterable[SeqId], num_tokens: int | Sequence[int | None] | None = 1

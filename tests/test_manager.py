@@ -391,6 +391,7 @@ def test_a_batch_names_a_sequence_once(call):
 def test_the_last_free_block_may_be_taken():
     manager = pair()  # two blocks, both shared; two free
     assert (manager.blocks_needed("a", 6), manager.can_extend("a", 6)) == (2, True)
+    assert type(manager.blocks_needed("a", 6)) is int and type(manager.can_extend("a", 6)) is bool
     assert (manager.blocks_needed("a", 7), manager.can_extend("a", 7)) == (3, False)
     manager.extend("a", 2)  # fills its own copy of the half-full block: one free
     assert (manager.blocks_needed("a"), manager.can_extend("a"), manager.num_free) == (1, True, 1)
