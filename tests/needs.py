@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from pagedkv.teach.notebooks import missing_packages
+
 STRICT = os.environ.get("PAGEDKV_STRICT") == "1"
 STRESS = os.environ.get("PAGEDKV_STRESS") == "1"
 ROOT = Path(__file__).resolve().parent.parent
@@ -36,3 +38,9 @@ def need_program(name, how=None):
     if path is None:
         absent(f"{name} is not on PATH: {how or f'apt-get install {name}'}")
     return path
+
+
+def need_packages(lesson):
+    """What a lesson (a notebook) says that it needs beyond the course."""
+    if missing := missing_packages(lesson.metadata.get("pagedkv", {})):
+        absent(f"{lesson.metadata['pagedkv']['title']!r} needs {missing}")

@@ -10,6 +10,8 @@ cells tagged `nbval-ignore-output` (timings). They are kept as they are stored w
 outputs are the same; `--fresh` renews them.
 
 The copies without solutions in notebooks/exercises/ are written last.
+
+A lesson that needs packages which are not installed is left as it is stored, and one line says what to install.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +73,41 @@ def read(path: Path) -> Any:
 def dumps(nb: Any) -> str:
     """The text of a notebook file; keys are sorted, so equal notebooks give equal bytes."""
     return _jupyter("nbformat").writes(nb).rstrip("\n") + "\n"
+
+
+# ---- what a lesson needs beyond the course -----------------------------------------------------------------
+
+
+def missing_packages(facts: Any) -> str | None:
+    """The pip command for what a lesson needs and this environment has not; None if it has all.
+
+    Args: facts: the lesson's `metadata.pagedkv`: `extras` are extras of pagedkv, `packages` are packages that stand
+        in none of them, as "name==version".
+    """
+    extras = [extra for extra in facts.get("extras", []) if not _has_extra(extra)]
+    packages = [package for package in facts.get("packages", []) if not _has(package.split("==")[0])]
+    commands = [f'pip install "pagedkv[{",".join(extras)}]"'] if extras else []
+    commands += [f"pip install --no-deps {package}" for package in packages]
+    return "   and   ".join(commands) or None
+
+
+def _has_extra(extra: str) -> bool:
+    """Whether every package is here that an extra of pagedkv adds."""
+    requirements = map(_jupyter("packaging.requirements").Requirement, metadata.requires("pagedkv") or [])
+    added = [
+        r.name
+        for r in requirements
+        if r.marker and r.marker.evaluate({"extra": extra}) and not r.marker.evaluate({"extra": ""})
+    ]
+    return all(map(_has, added))
+
+
+def _has(package: str) -> bool:
+    try:
+        metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return False
+    return True
 
 
 # ---- run ---------------------------------------------------------------------------------------------------
@@ -380,6 +418,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     changed, failed = [], []
     for path in options.files or lessons(root / "notebooks"):
         print(f"{path.name:32} ", end="", flush=True)
+        if absent := missing_packages(read(path).metadata.get("pagedkv", {})):
+            print(f"left as it is: it needs {absent}", flush=True)
+            continue
         try:
             differs, seconds = renew(path.resolve(), fresh=options.fresh, check=options.check)
         except Exception as error:

@@ -147,21 +147,48 @@ def test_check_writes_nothing_and_says_what_would_change(tiny, capsys):
     assert path.read_bytes() == before
 
 
-def test_a_lesson_without_its_extra_is_left_out_with_the_reason(tmp_path):
-    source, hook = (ROOT / "conftest.py").read_text("utf-8"), "def pytest_collection_modifyitems"
-    assert hook in source
-    (tmp_path / "conftest.py").write_text(
-        source.replace(hook, f"missing_packages = list  # all of them\n\n\n{hook}")
-    )
+NOWHERE = {"extras": [], "packages": ["no-such-package-anywhere==1.0"]}
+REMEDY = "pip install --no-deps no-such-package-anywhere==1.0"
+
+
+def test_a_lesson_whose_packages_are_absent_is_left_out_with_the_reason(tmp_path):
+    (tmp_path / "conftest.py").write_text((ROOT / "conftest.py").read_text("utf-8"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")  # no settings from further up
-    nb = new_notebook(cells=[new_code_cell("1")], metadata={"pagedkv": {"extras": ["onnx"]}})
+    nb = new_notebook(cells=[new_code_cell("1")], metadata={"pagedkv": NOWHERE})
     nbformat.write(nb, tmp_path / "13_lesson.ipynb")
     collect = ("pytest", "--co", "-q", "--nbval", "--nbval-current-env")
     lax = run(tmp_path, *collect, PAGEDKV_STRICT="")
-    assert '13_lesson.ipynb left out: pip install "pagedkv[onnx]"' in lax.stdout
+    assert f"13_lesson.ipynb left out: it needs {REMEDY}" in lax.stdout
     assert "1 deselected" in lax.stdout
     strict = run(tmp_path, *collect, PAGEDKV_STRICT="1")
     assert "1 test collected" in strict.stdout
+
+
+def test_a_lesson_whose_packages_are_absent_is_not_run_and_stays_as_it_is(tiny, capsys):
+    path = tiny("undefined")
+    nb = notebooks.read(path)
+    nb.metadata["pagedkv"] = NOWHERE
+    nbformat.write(nb, path)
+    before = path.read_bytes()
+    assert notebooks.main([str(path)]) == 0
+    assert f"left as it is: it needs {REMEDY}\n" in capsys.readouterr().out
+    assert path.read_bytes() == before
+
+
+def test_what_is_missing_is_said_as_commands(monkeypatch):
+    assert notebooks.missing_packages({}) is None
+    assert (
+        notebooks.missing_packages({"extras": [], "packages": ["nbformat==5"]}) is None
+    )  # whichever version
+    monkeypatch.setattr(notebooks.metadata, "version", absent)
+    facts = {"extras": ["transformers", "train"], "packages": NOWHERE["packages"]}
+    assert notebooks.missing_packages(facts) == (
+        f'pip install "pagedkv[transformers,train]"   and   {REMEDY}'
+    )
+
+
+def absent(name):
+    raise notebooks.metadata.PackageNotFoundError(name)
 
 
 def test_normalising_twice_is_normalising_once(course):

@@ -18,7 +18,7 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from needs import ROOT, need_module
+from needs import ROOT, need_module, need_packages
 
 from pagedkv.teach import checks
 from pagedkv.teach.checks._core import ACCEPTED, ERROR, NOT_SOLVED, WRONG, Learner
@@ -77,6 +77,7 @@ def run(path):
     need_module("matplotlib", "course").use("Agg")
     need_module("ipywidgets", "course")
     nb = need_module("nbformat", "test").read(path, as_version=4)
+    need_packages(nb)
     names = {"__name__": "__main__", "display": print, "get_ipython": lambda: None}
     found = {}
     for cell in nb.cells:

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
-from needs import ROOT, need_module
+from needs import ROOT, need_module, need_packages
 
 from pagedkv.teach import checks, notebooks, student, variants
 from pagedkv.teach.checks import _core
@@ -175,6 +175,7 @@ def test_a_copy_runs_as_it_is(path, tmp_path):
     """No cell fails but those that show an error on purpose; no exercise is done, and none is in error."""
     need_module("nbclient", "test")
     lesson = notebooks.read(path)
+    need_packages(lesson)
     nb = student.student_copy(lesson, path.stem)
     notebooks.execute(nb, tmp_path)
     meant = {cell.id for cell in lesson.cells if "raises-exception" in cell.metadata.get("tags", [])}

@@ -17,7 +17,7 @@ COMMAND_LINES = [
     line for block in re.findall(r"^```sh\n(.*?)^```", TEXT, re.M | re.S) for line in block.splitlines()
 ]
 PAGES = dict(re.findall(r"^### ([^\n]*)\n(.*?)(?=^##|\Z)", TEXT, re.M | re.S))
-CLASSES = [f"{number:02}" for number in range(1, 13)]
+CLASSES = [f"{number:02}" for number in range(1, 14)]
 PIP = {"wheel": {"-c", "-w"}, "install": {"--no-index", "--find-links"}}
 
 

@@ -14,3 +14,4 @@ from .lesson_09 import check_page, save_atomically, survivors, temporary_line, w
 from .lesson_10 import diagnose, faulty_lines, quantile, rate, second_wall  # noqa: F401
 from .lesson_11 import fenced_write, late_writes, page_box, racing_lines, reap  # noqa: F401
 from .lesson_12 import choose, chunks, fair, flaws, interleaved  # noqa: F401
+from .lesson_13 import blocks_after, crop, select, skipped_reorder  # noqa: F401
