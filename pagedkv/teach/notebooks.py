@@ -344,18 +344,16 @@ def with_course_map(text: str, table: str) -> str:
 
 def write_course_maps(root: Path, check: bool = False) -> list[Path]:
     """Renew the table in the README and in lessons that have the markers; returns the files that changed."""
-    changed = []
     readme, folder = root / "README.md", root / "notebooks"
-    texts = (
-        {readme: with_course_map(readme.read_text("utf-8"), course_map(folder, "notebooks/"))}
-        if readme.exists()
-        else {}
-    )
+    texts, changed = {}, []
+    if readme.exists():
+        texts[readme] = with_course_map(readme.read_text("utf-8"), course_map(folder, "notebooks/"))
+    table = course_map(folder)
     for path in lessons(folder):
         nb = read(path)
         for cell in nb.cells:
             if cell.cell_type == "markdown":
-                cell.source = with_course_map(cell.source, course_map(folder))
+                cell.source = with_course_map(cell.source, table)
         if any(MAP_BEGIN in cell.source for cell in nb.cells):
             texts[path] = dumps(nb)
     for path, text in texts.items():
