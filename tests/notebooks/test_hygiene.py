@@ -35,10 +35,9 @@ def test_course_map_in_the_readme_is_current(file, prefix):
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_course_map_in_lessons_is_current(path):
+    table = course_map(ROOT / "notebooks")
     for cell in hygiene.load(path).texts:
-        assert with_course_map(cell.source, course_map(ROOT / "notebooks")) == cell.source, (
-            "run `make notebooks`"
-        )
+        assert with_course_map(cell.source, table) == cell.source, "run `make notebooks`"
 
 
 # ---- the rules themselves
