@@ -228,16 +228,15 @@ def crop(learner: Learner) -> str:
 def skipped_reorder(learner: Learner) -> str:
     """The number of the line because of which beams are not reordered."""
     answer = learner.value
-    if not isinstance(answer, int | np.integer) or isinstance(answer, bool) or not 1 <= answer <= 8:
-        raise Wrong(f"answer is {show(answer)}; it takes the number of one line, 1 to 8.")
+    if not isinstance(answer, int | np.integer) or isinstance(answer, bool) or not 1 <= answer <= 7:
+        raise Wrong(f"answer is {show(answer)}; it takes the number of one line, 1 to 7.")
     ask = {
         1: "the function takes whatever it is given: is anything lost here?",
         2: "the model found its cache, under whatever name: is it in `outputs`?",
         3: "which tokens win has been decided from right logits: what must follow?",
         4: "one line per winner: does it name the parents?",
         6: "this line is right, when it runs. When does it?",
-        7: "what is returned is what was chosen. Who did not hear of it?",
-        8: "the caller gets its arguments back: what should have happened to one of them?",
+        7: "the caller gets its arguments back: what should have happened to one of them?",
     }
     if answer != 5:
         raise Wrong(f"Line {answer} does what it says.", ask[int(answer)])
