@@ -160,14 +160,15 @@ class _Evening:
     def __init__(self, requests: list[Request], num_blocks: int, block_size: int):
         self.model = _Model()
         self.pool, self.requests = _Pool(self.model, num_blocks, block_size), requests
-        self.steps = self.tokens = self.most = 0
+        self.asked = self.steps = self.tokens = self.most = 0  # a refused run was asked for, and is no step
         self.limit = 10 * sum(request.new for request in requests)
 
     def run(self, names: list[str], tokens: np.ndarray) -> np.ndarray:
-        self.steps += 1
-        if self.steps > self.limit:
+        self.asked += 1
+        if self.asked > self.limit:
             raise _TooLong
         logits = capstone.run(self.model, self.pool, names, tokens)
+        self.steps += 1
         self.tokens += tokens.size
         self.most = max(self.most, len(names))
         return logits
@@ -177,7 +178,7 @@ class _Evening:
             learner(self.pool, deque(self.requests), self.run)
         except _TooLong:
             open_ones = [request.name for request in self.requests if not request.done]
-            said = f"After {self.limit} steps {open_ones} are still not done."
+            said = f"After {self.limit} runs {open_ones} are still not done."
             raise Wrong(said, "does the oldest request get on in every step?", self.strip()) from None
         for request in self.requests:
             self._text(request)
