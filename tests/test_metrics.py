@@ -311,7 +311,7 @@ def test_promtool_accepts_the_rules():
     assert result.returncode == 0 and "SUCCESS" in result.stdout, result.stderr
 
 
-INCIDENTS = [  # what was seen, a sample a minute, and the one alert that is on at the end of the hour, or of the second
+INCIDENTS = [  # what was seen, a sample a minute, and the one alert that is on after an hour, or two
     ({"pagedkv_kv_cache_usage_perc": "1x60"}, None),  # full: no incident by itself
     ({"pagedkv_num_preemptions_total": "0+60x60"}, "PagedKVPreempting"),
     (
