@@ -169,7 +169,7 @@ def test_another_model_is_refused(tmp_path, model):
     cache, tokens = answers(model)
     save(cache, tmp_path / "s.npz", model=model, tokens=tokens)
     other = Llama.load()
-    other.layers[0].key[0, 0] += 1
+    other.layers[0].query_key_value[0, 0] += 1
     pool = model.new_cache(20, BLOCK)
     with refused(pool, SnapshotError, match="model is 'sha256:"):
         recover(tmp_path / "s.npz", pool, model=other)
