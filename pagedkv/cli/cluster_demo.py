@@ -295,6 +295,8 @@ def watch(cluster: Cluster, requests: list[TextRequest], kills: int) -> dict[str
                 screen.say(f"what {row.name} held is free or with others again")
         if cluster.queue.done and mourned == cluster.killed:
             return cluster.queue.results()
+        if not cluster.alive:  # the others may be through before the lease of a killed one is over
+            cluster.cache.manager.reap()
         victim = max(rows, key=lambda row: len(row.texts) * (row.name in cluster.alive))
         if len(cluster.killed) < kills and in_the_middle(victim, lengths):
             cluster.kill(victim.name)

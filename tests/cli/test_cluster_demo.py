@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from needs import STRESS, need_module
@@ -173,3 +174,23 @@ def test_a_kill_in_any_phase_loses_and_doubles_nothing(seed):
             cluster.cache.manager.reap()
         assert (cluster.cache.manager.allocator.ref_counts == 0).all()
     assert not left_over()
+
+
+def test_what_a_killed_worker_held_comes_free_when_all_others_have_gone_home():
+    """They may be through with its texts before its lease in the pool is over: then nobody else looks."""
+
+    class Gone:
+        killed, alive, blocks = {"worker-1"}, (), 3
+
+        def __init__(self):
+            self.queue = SimpleNamespace(done=True, results=lambda: {"r0": {"text": "x"}})
+            self.cache = SimpleNamespace(manager=SimpleNamespace(reap=self.reap))
+
+        def reap(self):
+            self.blocks = 0
+
+        def picture(self):
+            return [cluster_demo.Row("worker-1", 1, "killed, over", [], 0, self.blocks, 0)], "1 of 1 texts"
+
+    said = cluster_demo.watch(Gone(), [SimpleNamespace(id="r0", prompt="x")], kills=1)
+    assert said == {"r0": {"text": "x"}}
