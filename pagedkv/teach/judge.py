@@ -363,9 +363,10 @@ class Seal:
         for name, owner, names in self.names:
             now = dict(vars(owner))
             for key, part in names.items():
-                if now.get(key, self) is not part and key not in LAZY:
+                if (new := now.get(key, self)) is not part and key not in LAZY:
                     _attempt(setattr, owner, key, part)
-                    changed.append(f"{name}.{key}")
+                    if getattr(new, "__module__", None) != "torch.package.package_importer":
+                        changed.append(f"{name}.{key}")  # torch has an inspect.getfile of its own
             if inspect.isclass(owner):
                 for key in now.keys() - names.keys() - LAZY:
                     _attempt(delattr, owner, key)
