@@ -4,6 +4,7 @@ from importlib import metadata
 
 import numpy as np
 import pytest
+from llama_peer import config_of
 from needs import STRESS, absent, need_module
 
 from pagedkv.lm import Sampling, WeightsError, beam_search, greedy, sample, smollm2
@@ -49,20 +50,7 @@ def network_of(model, weights=None):
     import torch
     import transformers
 
-    c = model.config
-    config = transformers.LlamaConfig(
-        vocab_size=c.vocabulary_size,
-        hidden_size=c.width,
-        intermediate_size=c.hidden,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_q_heads,
-        num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=c.context,
-        rms_norm_eps=c.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        tie_word_embeddings=True,
-    )
+    config = config_of(model.config)
     with torch.device("meta"):
         network = transformers.LlamaForCausalLM(config)
     weights = weights or Weights(model.embedding, model.layers, model.final_norm).named()

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from llama_peer import config_of
 from needs import need_module
 
 from pagedkv.lm.weights import SHIPPED
@@ -12,22 +13,7 @@ pytestmark = pytest.mark.torch
 @pytest.fixture(scope="module")
 def peer(model):
     transformers, torch = need_module("transformers", "transformers"), need_module("torch", "transformers")
-    c = model.config
-    config = transformers.LlamaConfig(
-        vocab_size=c.vocabulary_size,
-        hidden_size=c.width,
-        intermediate_size=c.hidden,
-        num_hidden_layers=c.num_layers,
-        num_attention_heads=c.num_q_heads,
-        num_key_value_heads=c.num_kv_heads,
-        head_dim=c.head_dim,
-        max_position_embeddings=c.context,
-        rms_norm_eps=c.norm_eps,
-        rope_parameters={"rope_type": "default", "rope_theta": c.rope_theta},
-        tie_word_embeddings=True,
-        attention_bias=False,
-        mlp_bias=False,
-    )
+    config = config_of(model.config)
     network = transformers.LlamaForCausalLM(config).eval()
     with np.load(SHIPPED) as file:
         weights = {name: torch.from_numpy(file[name].astype(np.float32)) for name in file.files}
