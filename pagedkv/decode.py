@@ -105,7 +105,6 @@ class AttentionPlan:
         if self._highest >= storage.num_blocks:
             check_block(*self._batch.check_blocks(), storage.num_blocks)
         keys, values = storage.stored("keys", layer), storage.stored("values", layer)
-        scaled = query * scale
         out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
         lse = np.full(query.shape[:2], -np.inf) if return_lse else None  # [total_queries, heads]
 
@@ -115,7 +114,7 @@ class AttentionPlan:
                 laid = [Laid(task, kind[0], storage, workspace) for task in lanes[lane]]
                 self._laid[workspace, kind, lane] = laid
             for task in laid:
-                task.run(scaled, keys, values, soft_cap, out, lse)
+                task.run(query, scale, keys, values, soft_cap, out, lse)
 
         in_threads(len(lanes), compute, large)
         return (out, lse) if return_lse else out

@@ -1,11 +1,23 @@
 """The page arrays: where keys and values really lie. Moves bytes, decides nothing."""
 
+import math
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, DTypeLike
 
 from .allocator import whole_number, whole_numbers, whole_numbers_below
+
+ALIGNMENT = 64  # bytes. A copy to 16 bytes past where its source lies in a page of memory took ten times as long
+
+
+def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An array of zeros that begins at a multiple of ALIGNMENT, which NumPy does not promise."""
+    dtype = np.dtype(dtype)
+    size = dtype.itemsize * math.prod(shape)
+    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 class Field(NamedTuple):
@@ -304,7 +316,7 @@ class KVStorage:
         lead = (self.num_layers, self.num_blocks, self.block_size, self.num_kv_heads)
         shapes = {name: lead + field.shape for name, field in self.fields.items()}
         if buffer is None:
-            return {name: np.zeros(shapes[name], field.dtype) for name, field in self.fields.items()}
+            return {name: aligned_zeros(shapes[name], field.dtype) for name, field in self.fields.items()}
         sizes = {n: field.dtype.itemsize * int(np.prod(shapes[n])) for n, field in self.fields.items()}
         try:
             memory = memoryview(buffer).cast("B")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .storage import KVStorage
+from .storage import KVStorage, aligned_zeros
 
 TILE = 128  # keys of one product, or a multiple of it that fits into
 PRODUCT = 1 << 18  # multiplications: OpenBLAS has a fast path for small products and no threads for them
@@ -94,7 +94,7 @@ class Workspace:
         size, key = math.prod(shape), (name, dtype)
         memory = self._memory.get(key)
         if memory is None or memory.size < size:
-            memory = self._memory[key] = np.empty(size, dtype)
+            memory = self._memory[key] = aligned_zeros((size,), dtype)
         return memory[:size].reshape(shape)
 
 
@@ -168,12 +168,8 @@ class Gather:
             product = Product(q, K.transpose(0, 2, 3, 1), S, K.transpose(0, 2, 1, 3), by, part, out)
             self.products.append(product.row_by_row() if q.shape[2] <= FEW else product)
 
-    def load(self, pages: np.ndarray, scales: np.ndarray | None, *, clear: bool) -> None:
-        """Copy the blocks of one layer's keys or values here, as float32.
-
-        `clear` makes what lies in holes zeros. Values need that, since a weight of 0 does not help against NaN; the
-        scores of keys in holes are replaced in any case.
-        """
+    def load(self, pages: np.ndarray, scales: np.ndarray | None, *, clear: bool = False) -> None:
+        """Copy the blocks of one layer's keys or values here, as float32; `clear` puts zeros into holes."""
         pages.take(self.blocks, 0, self.stored, "clip")  # checked by the plan; "raise" would copy twice
         holes = np.flatnonzero(self.holes) if clear and self.holes is not None else NOBODY
         if len(holes):
@@ -195,9 +191,19 @@ class Laid:
         padded = rows if rows <= FEW else -(-rows // ROWS) * ROWS
         self.task, self.format = task, storage.format
         self.rows = task.rows if task.split is None else task.split.rows
-        self.q = workspace.array("queries", (kv, m, padded, shape.head_dim))
-        self.out = workspace.array("outputs", (kv, m, padded, shape.head_dim))
-        self.scores = workspace.array("scores", (kv, m, padded, task.width))
+        by_member = all(piece.each for piece in task.pieces)
+
+        def room(
+            name: str, members: int, rows: int, last: int
+        ) -> np.ndarray:  # [kv_heads, members, rows, last]
+            """Heads stand apart where members are multiplied together, else each member's side by side."""
+            if by_member:
+                return workspace.array(name, (members, kv, rows, last)).swapaxes(0, 1)
+            return workspace.array(name, (kv, members, rows, last))
+
+        self.q = room("queries", m, padded, shape.head_dim)
+        self.out = room("outputs", m, padded, shape.head_dim)
+        self.scores = room("scores", m, padded, task.width)
         self.asked, self.answered, self.padding = (
             self.scores[:, :, :rows],
             self.out[:, :, :rows],
@@ -209,6 +215,7 @@ class Laid:
         if task.hidden is not None:
             self.maskable = self.asked.reshape(by_query)[..., -task.hidden.shape[-1] :]
         self.gathers = [Gather(piece, self, shape, storage, workspace) for piece in task.pieces]
+        self.holes = any(piece.holes is not None for piece in task.pieces)
         products = [gather.products for gather in self.gathers]
         self.at_once = task.split is not None or (
             len(products) == len(products[0]) == 1 and len(products[0][0].part) == len(products[0][0].out)
@@ -216,7 +223,7 @@ class Laid:
         self.found, self.sums = self.answered, []
         if task.split is not None:
             sequences = len(task.split.first)
-            self.found = workspace.array("sums", (kv, sequences, rows, shape.head_dim))
+            self.found = room("sums", sequences, rows, shape.head_dim)
             for members, some in task.split.equal:
                 whole = self.found[:, some]  # [kv_heads, some sequences, rows, head_dim]
                 parts = self.answered[:, members].reshape(*whole.shape[:2], -1, *whole.shape[2:])
@@ -228,32 +235,46 @@ class Laid:
     def run(
         self,
         query: np.ndarray,
+        scale: np.float32,
         keys: tuple[np.ndarray, np.ndarray | None],
         values: tuple[np.ndarray, np.ndarray | None],
         soft_cap: np.float32 | None,
         out: np.ndarray,
         lse: np.ndarray | None,
     ) -> None:
-        """Attention of the task's rows of the query, which are scaled already, into those of out and lse."""
+        """Attention of the task's rows of the query into those of out and lse."""
         rows, scores = self.task.rows, self.asked  # [kv_heads, members, group · queries, width]
-        np.copyto(self.given, query[rows].reshape(self.given.shape))
+        np.multiply(query[rows].reshape(self.given.shape), scale, out=self.given)
         if self.padding.size:
             self.padding[...] = 0
         with np.errstate(invalid="ignore", over="ignore"):  # of what lies in holes
             for gather in self.gathers:
-                gather.load(*keys, clear=False)
+                gather.load(*keys)
                 for p in gather.products:
                     np.matmul(p.q, p.keys, out=p.scores)
                     if p.scales is not None:
                         np.multiply(p.scores, p.scales, out=p.scores)
-        if self.format.factor != 1:  # the query brings the other half: one of them alone could overflow
-            scores *= np.float32(self.format.factor**0.5)
-        if soft_cap is not None:
-            scores /= soft_cap
-            np.tanh(scores, out=scores)
-            scores *= soft_cap
-        if self.maskable is not None:
-            np.copyto(self.maskable, -np.inf, where=self.task.hidden)  # a select: adding to NaN would keep it
+            if self.format.factor != 1:  # the query brings the other half: one of them alone could overflow
+                scores *= np.float32(self.format.factor**0.5)
+            if soft_cap is not None:
+                scores /= soft_cap
+                np.tanh(scores, out=scores)
+                scores *= soft_cap
+            if self.maskable is not None:
+                np.copyto(
+                    self.maskable, -np.inf, where=self.task.hidden
+                )  # a select: adding to NaN would keep it
+            total, peak = self._softmax(scores)
+            if lse is not None:
+                self._log_sum_exp(total, peak, lse)
+            if self.format.factor != 1:
+                scores *= np.float32(self.format.factor)
+            found = self._weigh(values)
+        found /= total
+        out[self.rows] = _by_query(found, self.task.queries).reshape(-1, *out.shape[1:])
+
+    def _softmax(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Make weights of the scores, to be divided by the first of what it returns; the second was subtracted."""
         split = self.task.split
         peak = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=LOWEST)  # −inf − −inf would be NaN
         if split is not None:
@@ -265,14 +286,21 @@ class Laid:
         )  # 0 / 0, too; 1 and more stay the same
         if split is not None:
             total = np.add.reduceat(total, split.first, axis=1)
-        if lse is not None:
-            self._log_sum_exp(total, peak, lse)
-        if self.format.factor != 1:
-            scores *= np.float32(self.format.factor)
+        return total, peak
+
+    def _weigh(self, values: tuple[np.ndarray, np.ndarray | None], clear: bool = False) -> np.ndarray:
+        """The sum of the values by their weights: [kv_heads, members or sequences, group · queries, head_dim].
+
+        What lies in holes has the weight 0, which does not help against NaN and infinity. They are rare, so holes are
+        cleared when they were met.
+        """
+        clear |= (
+            self.format.scales("values") is not None
+        )  # these go into the weights, so there is no second time
         if not self.at_once:
             self.out[...] = 0
         for gather in self.gathers:
-            gather.load(*values, clear=True)
+            gather.load(*values, clear=clear)
             for p in gather.products:
                 if p.scales is not None:
                     np.multiply(p.scores, p.scales, out=p.scores)
@@ -281,9 +309,9 @@ class Laid:
                     p.out[...] += p.part if len(p.part) == len(p.out) else np.add.reduce(p.part, axis=0)
         for parts, whole in self.sums:
             np.add.reduce(parts, 2, None, whole)
-        found = self.found
-        found /= total
-        out[self.rows] = _by_query(found, self.task.queries).reshape(-1, *out.shape[1:])
+        if self.holes and not clear and not np.isfinite(np.add.reduce(self.found, axis=None)):
+            return self._weigh(values, clear=True)
+        return self.found
 
     def _log_sum_exp(self, total: np.ndarray, peak: np.ndarray, lse: np.ndarray) -> None:
         found = np.log(total, dtype=np.float64) + peak  # [kv_heads, members, group · queries, 1]

@@ -6,6 +6,7 @@ from needs import need_module
 from pools import HEAD_DIM, HEADS, LAYERS, vectors
 
 from pagedkv import KVStorage
+from pagedkv.tiles import Workspace
 
 DTYPES = ["float32", "float16"]
 
@@ -42,6 +43,17 @@ def test_arrays_have_the_promised_shape_and_begin_poisoned(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
+def test_pages_and_the_memory_they_are_copied_to_begin_at_a_multiple_of_64_bytes(dtype):
+    workspace = Workspace()
+    for size in (1, 3, 1000, 1 << 16):  # NumPy's own arrays begin at any multiple of 16
+        arrays = [
+            *new_storage(num_blocks=size, dtype=dtype).arrays.values(),
+            workspace.array("pages", (size, 3)),
+        ]
+        assert [array.ctypes.data % 64 for array in arrays] == [0] * len(arrays)
+
+
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_what_is_written_is_read_in_any_order(block_size, dtype):
     storage = new_storage(4, block_size, dtype)
