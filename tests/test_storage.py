@@ -42,7 +42,6 @@ def test_arrays_have_the_promised_shape_and_begin_poisoned(dtype):
     assert storage.nbytes == 2 * LAYERS * 5 * 3 * HEADS * HEAD_DIM * np.dtype(dtype).itemsize
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("dtype", ["float32", "float16", "int8"])
 def test_pages_and_the_memory_they_are_copied_to_begin_at_a_multiple_of_64_bytes(dtype):
     workspace = Workspace()
@@ -54,6 +53,7 @@ def test_pages_and_the_memory_they_are_copied_to_begin_at_a_multiple_of_64_bytes
         assert [array.ctypes.data % 64 for array in arrays] == [0] * len(arrays)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_what_is_written_is_read_in_any_order(block_size, dtype):
     storage = new_storage(4, block_size, dtype)

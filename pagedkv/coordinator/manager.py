@@ -12,7 +12,7 @@ import numpy as np
 
 from ..allocator import Observer, whole_number, whole_numbers
 from ..block_table import NOTHING, SeqId, as_ids
-from ..manager import MAX_SLOTS, BlockManager, Reservation
+from ..manager import MAX_SLOTS, NO_BLOCKS, NO_COPIES, BlockManager, Reservation, _is_step
 from ..prefix_cache import Commit
 from ..snapshot import Snapshot
 from .connection import Scripts, sections_of
@@ -22,7 +22,6 @@ from .server import default_url
 from .views import MirroredTables, SharedBlocks, SharedIndex
 
 MICROSECONDS = 1_000_000
-NO_BLOCKS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True)
@@ -278,29 +277,39 @@ class RedisBlockManager(BlockManager):
         ids, rows = self._rows(seq_ids, once=True)
         asked = self._growth(ids, rows, num_tokens)
         how = b"tell" if self.observers else b"run"
-        start, tokens, free, *changes = self._write(
-            "extend", how, *asked, ids=ids, started=started, wide=(0, 1)
-        )
+        free, new, *changes = self._write("extend", how, *asked, ids=ids, started=started, wide=(2, 3))
+        if not changes:
+            return self._stepped(started, ids, rows, new, free)
+        start, tokens, num_hits, hits, copied, evicted = changes
         prompts = self._prompts_begun(ids, rows, tokens) if self.prefix_cache else ()
-        new = hits = evicted = NO_BLOCKS
-        copies = NO_BLOCKS.reshape(0, 3)
-        if changes:  # most steps fill blocks that are there
-            num_hits, hits, new, copied, evicted = changes
-            self._attach(ids, rows, start, num_hits, hits)
-            copies = self._replace_tails(rows, start, copied.reshape(-1, 3))
+        self._attach(ids, rows, start, num_hits, hits)
+        copies = self._replace_tails(rows, start, copied.reshape(-1, 3))
         size = self.block_size
-        counts = -(-(start + tokens) // size) - -(-start // size) if len(new) else NO_BLOCKS
-        self.tables.append(rows, counts, tokens, new)
+        self.tables.append(rows, -(-(start + tokens) // size) - -(-start // size), tokens, new)
         slots = self.tables.slots(rows, start, tokens)
         if prompts:
             self.prefix_stats.observe(len(prompts), sum(prompts), len(hits) * size)
+        self._tell_growth(started, ids, tokens, new, copies, hits, evicted, free)
+        return Reservation(ids, start, tokens, slots, copies, self.tables.version(rows))
+
+    def _stepped(self, started, ids, rows, new: np.ndarray, free: np.ndarray) -> Reservation:
+        """Mirror the usual step of decoding: a token for each sequence, and these blocks for those that need one."""
+        start = self.tables.length(rows)
+        entry, offset = np.divmod(start, self.block_size)  # [batch]
+        growing = (offset == 0).nonzero()[0]
+        self.tables.step(rows, rows[growing], entry[growing], new)
+        slots = (self.tables.at(rows, entry) * self.block_size + offset).astype(np.int32)
+        tokens = np.ones(len(ids), np.int64)
+        self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, NO_BLOCKS, free)
+        return Reservation(ids, start, tokens, slots, NO_COPIES, self.tables.version(rows))
+
+    def _tell_growth(self, started, ids, tokens, new, copies, hits, evicted, free) -> None:
         if self.observers:
             told, counts = {"new": new, "copies": copies}, {"tokens": int(tokens.sum()), "free": int(free[0])}
             if self.prefix_cache:
                 told |= {"hits": hits, "evicted": evicted}
-                counts["hit_tokens"] = len(hits) * size
+                counts["hit_tokens"] = len(hits) * self.block_size
             self._tell("extend", started, ids, told, **counts)
-        return Reservation(ids, start, tokens, slots, copies, self.tables.version(rows))
 
     def _check_contents(self, ids: Sequence[SeqId], plans: list[Commit], places: list[list[int]]) -> None:
         """Part of commit: the server checks the new full blocks of all sequences, and lets them be found."""
@@ -451,7 +460,11 @@ class RedisBlockManager(BlockManager):
 
     def _growth(self, ids, rows, num_tokens) -> list:
         """The arguments of extend.lua behind its first."""
-        start = self.tables.length(rows)
+        start, limit = self.tables.length(rows), self.tables.max_length
+        first = [self.block_size, b"" if limit is None else limit]
+        keys = map(_key_of, ids)
+        if _is_step(num_tokens, len(ids)) and np.count_nonzero(start) == len(ids) > 0:
+            return [*first, b"1", b"", *keys]
         tokens = self._counts(ids, start, num_tokens)
         prompts = np.zeros(len(ids), np.int64)
         digests = []
@@ -465,16 +478,7 @@ class RedisBlockManager(BlockManager):
                 digests.append(b"".join(text.digests[:at_most]) if self.prefix_cache else b"")
                 if num_tokens is None or (not isinstance(num_tokens, int) and _item(num_tokens, i) is None):
                     tokens[i] = -1  # the rest of its prompt: what that is depends on the hits
-        limit = self.tables.max_length
-        keys = map(_key_of, ids)
-        return [
-            self.block_size,
-            b"" if limit is None else limit,
-            _packed(tokens),
-            _packed(prompts),
-            *keys,
-            *digests,
-        ]
+        return [*first, _packed(tokens), _packed(prompts), *keys, *digests]
 
     def _prompts_begun(self, ids, rows, tokens) -> list[int]:
         """The lengths of the prompts that begin with these tokens."""

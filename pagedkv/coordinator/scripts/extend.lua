@@ -1,10 +1,17 @@
 -- Room for new tokens of a whole batch, or for none of it: what to do ("match": what would be found; "plan": how many
--- blocks it would take; "run"), block_size, max_length, new tokens per sequence (−1: the rest of its prompt), lengths
--- of the prompts that begin (0: none), ids, and for each of those prompts the digests of its blocks that may be found.
+-- blocks it would take; "run"; "tell": the same, and say what is free then), block_size, max_length, new tokens per
+-- sequence (−1: the rest of its prompt; "1": one each, and no prompt begins), lengths of the prompts that begin (0:
+-- none), ids, and for each of those prompts the digests of its blocks that may be found.
 
 local mode, size, limit = ARGV[6], tonumber(ARGV[7]), tonumber(ARGV[8]) or math.huge
-local tokens, prompts = unpacked(ARGV[9]), unpacked(ARGV[10])
-local ids = slice(ARGV, 11, 10 + #tokens)
+local tokens, prompts, ids = {}, {}, {}
+if ARGV[9] == "1" then
+  ids = slice(ARGV, 11, #ARGV)
+  for i = 1, #ids do tokens[i], prompts[i] = 1, 0 end
+else
+  tokens, prompts = unpacked(ARGV[9]), unpacked(ARGV[10])
+  ids = slice(ARGV, 11, 10 + #tokens)
+end
 if mode == "run" or mode == "tell" then
   local refusal = enter()
   if refusal then return refusal end
@@ -128,7 +135,5 @@ in_parts("HSET", SEQS, texts)
 if #sources > 0 then                              -- they keep this owner until the worker has copied them
   redis.call("HSET", COPYING, TOKEN, (redis.call("HGET", COPYING, TOKEN) or "") .. pack(sources))
 end
-local free = pack({available - needed})
-if needed + #attached == 0 then return done(version, pack64(start), pack64(tokens), free) end   -- as most steps are
-return done(version, pack64(start), pack64(tokens), free, pack(num_hits), pack(attached), pack(fresh),
-  pack(pairs_copied), pack(evicted))
+return done(version, pack({available - needed}), pack(fresh), pack64(start), pack64(tokens), pack(num_hits),
+  pack(attached), pack(pairs_copied), pack(evicted))
