@@ -49,6 +49,7 @@ def all_calls(manager):
     yield manager.fork("a", ["b", "c"])
     yield manager.extend(["a", "b", "c"])
     yield manager.confirm()
+    yield manager.extend(["a", "b", "c"])
     yield manager.reorder(["a", "b", "c"], [1, 1, 2])
     yield manager.truncate("b", 6)
     yield manager.release_before("a", 5)
