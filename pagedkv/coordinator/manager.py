@@ -277,10 +277,10 @@ class RedisBlockManager(BlockManager):
         ids, rows = self._rows(seq_ids, once=True)
         asked = self._growth(ids, rows, num_tokens)
         how = b"tell" if self.observers else b"run"
-        free, new, *changes = self._write("extend", how, *asked, ids=ids, started=started, wide=(2, 3))
-        if not changes:
-            return self._stepped(started, ids, rows, new, free)
-        start, tokens, num_hits, hits, copied, evicted = changes
+        new, *answer = self._write("extend", how, *asked, ids=ids, started=started, wide=(2, 3))
+        if len(answer) < 2:
+            return self._stepped(started, ids, rows, new, *answer)
+        free, start, tokens, num_hits, hits, copied, evicted = answer
         prompts = self._prompts_begun(ids, rows, tokens) if self.prefix_cache else ()
         self._attach(ids, rows, start, num_hits, hits)
         copies = self._replace_tails(rows, start, copied.reshape(-1, 3))
@@ -289,27 +289,28 @@ class RedisBlockManager(BlockManager):
         slots = self.tables.slots(rows, start, tokens)
         if prompts:
             self.prefix_stats.observe(len(prompts), sum(prompts), len(hits) * size)
-        self._tell_growth(started, ids, tokens, new, copies, hits, evicted, free)
+        if self.observers:
+            self._tell_growth(started, ids, tokens, new, copies, hits, evicted, free)
         return Reservation(ids, start, tokens, slots, copies, self.tables.version(rows))
 
-    def _stepped(self, started, ids, rows, new: np.ndarray, free: np.ndarray) -> Reservation:
+    def _stepped(self, started, ids, rows, new: np.ndarray, free=None) -> Reservation:
         """Mirror the usual step of decoding: a token for each sequence, and these blocks for those that need one."""
         start = self.tables.length(rows)
         entry, offset = np.divmod(start, self.block_size)  # [batch]
-        growing = (offset == 0).nonzero()[0]
+        growing = (offset == 0).nonzero()[0]  # places in the batch
         self.tables.step(rows, rows[growing], entry[growing], new)
         slots = (self.tables.at(rows, entry) * self.block_size + offset).astype(np.int32)
         tokens = np.ones(len(ids), np.int64)
-        self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, NO_BLOCKS, free)
+        if self.observers:
+            self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, NO_BLOCKS, free)
         return Reservation(ids, start, tokens, slots, NO_COPIES, self.tables.version(rows))
 
     def _tell_growth(self, started, ids, tokens, new, copies, hits, evicted, free) -> None:
-        if self.observers:
-            told, counts = {"new": new, "copies": copies}, {"tokens": int(tokens.sum()), "free": int(free[0])}
-            if self.prefix_cache:
-                told |= {"hits": hits, "evicted": evicted}
-                counts["hit_tokens"] = len(hits) * self.block_size
-            self._tell("extend", started, ids, told, **counts)
+        told, counts = {"new": new, "copies": copies}, {"tokens": int(tokens.sum()), "free": int(free[0])}
+        if self.prefix_cache:
+            told |= {"hits": hits, "evicted": evicted}
+            counts["hit_tokens"] = len(hits) * self.block_size
+        self._tell("extend", started, ids, told, **counts)
 
     def _check_contents(self, ids: Sequence[SeqId], plans: list[Commit], places: list[list[int]]) -> None:
         """Part of commit: the server checks the new full blocks of all sequences, and lets them be found."""

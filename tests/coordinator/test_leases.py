@@ -87,6 +87,17 @@ def test_another_workers_sequence_is_unknown(pool):
             call(["hers"] if call is b.lengths else "hers")
 
 
+def test_a_worker_that_thinks_a_sequence_its_own_is_told_otherwise(pool):
+    a, b = pool.worker(), pool.worker()
+    grown(a, 5, "hers")
+    b.tables.put(b.tables.add("hers"), [0, 1], 5)
+    before = pool.state
+    for tokens in (1, 2):
+        with pytest.raises(KeyError, match="no sequence 'hers'"):
+            b.extend("hers", tokens)
+    assert pool.state == before
+
+
 def test_a_prompt_finds_the_blocks_that_another_worker_computed(pool):
     a, b = pool.worker(), pool.worker()
     a.add("a", tokens=range(10))
@@ -381,7 +392,8 @@ def test_the_last_owner_of_a_source_that_is_being_copied_does_not_write_into_it(
     assert len(a.confirm()) == 1, "then nobody owns it any more"
 
 
-def test_a_worker_that_goes_on_has_copied(pool):
+@pytest.mark.parametrize("goes_on", [lambda m: m.add(), lambda m: m.extend("s")])
+def test_a_worker_that_goes_on_has_copied(pool, goes_on):
     manager = pool.worker()
     grown(manager, 5, "s")
     manager.fork("s")
@@ -389,7 +401,7 @@ def test_a_worker_that_goes_on_has_copied(pool):
     assert pool.state.copying != {}
     manager.heartbeat()
     assert pool.state.copying != {}, "a heartbeat may come from another thread"
-    manager.add()
+    goes_on(manager)
     assert pool.state.copying == {}
 
 

@@ -135,5 +135,5 @@ in_parts("HSET", SEQS, texts)
 if #sources > 0 then                              -- they keep this owner until the worker has copied them
   redis.call("HSET", COPYING, TOKEN, (redis.call("HGET", COPYING, TOKEN) or "") .. pack(sources))
 end
-return done(version, pack({available - needed}), pack(fresh), pack64(start), pack64(tokens), pack(num_hits),
+return done(version, pack(fresh), pack({available - needed}), pack64(start), pack64(tokens), pack(num_hits),
   pack(attached), pack(pairs_copied), pack(evicted))

@@ -9,7 +9,7 @@ local function step()
   local lengths, tails, growing, in_place = {}, {}, {}, {}
   for i, text in ipairs(redis.call("HMGET", SEQS, unpack(ARGV, 11))) do
     local token, length, tail = string.match(text or "", "^(%d+) (%d+) (%-?%d+)")
-    if token ~= TOKEN or length == "0" or length + 1 > limit then return end
+    if token ~= TOKEN or length + 1 > limit then return end
     lengths[i], tails[i] = length + 1, tail
     if length % size == 0 then growing[#growing + 1] = i else in_place[#in_place + 1] = tail end
   end
@@ -23,7 +23,7 @@ local function step()
   end
   if #growing > 0 and redis.call("LLEN", PLAIN) < #growing then return end
 
-  local version, new, seqs = whole(redis.call("HINCRBY", POOL, "changes", 1)), {}, {}
+  local version, new, seqs = redis.call("HINCRBY", POOL, "changes", 1), {}, {}
   if #growing > 0 then
     local keys, rows, counts = {}, {}, {}
     new = redis.call("LPOP", PLAIN, #growing)
@@ -36,12 +36,13 @@ local function step()
     redis.call("HSET", OWNERS, unpack(counts))
   end
   for i, length in ipairs(lengths) do
-    seqs[2 * i - 1], seqs[2 * i] = ARGV[10 + i], TOKEN .. " " .. whole(length) .. " " .. tails[i] .. " " .. version
+    seqs[2 * i - 1] = ARGV[10 + i]
+    seqs[2 * i] = string.format("%s %.0f %s %.0f", TOKEN, length, tails[i], version)
   end
   redis.call("HSET", SEQS, unpack(seqs))
-  local free = 0
-  if ARGV[6] == "tell" then free = redis.call("LLEN", PLAIN) + redis.call("ZCARD", CACHED) end
-  local answer = reply("ok", pack64({version}), pack({free}), pack(new))
+  local answer = {"ok", pack64({version}), pack(new)}
+  if ARGV[6] == "tell" then answer[4] = pack({redis.call("LLEN", PLAIN) + redis.call("ZCARD", CACHED)}) end
+  answer = joined(answer)
   last = REQUEST .. " " .. answer
   renew()
   return answer
