@@ -1,5 +1,6 @@
 """The batched kernel: planned once per step, run once per layer."""
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from numpy.typing import ArrayLike
 from .allocator import whole_number
 from .attention import check_batch, check_block, check_rows, check_shapes, checked_options
 from .storage import KVStorage, as_floats
-from .tiles import PRODUCT, TILE, Laid, Piece, Shape, Split, Task, Workspace
+from .tiles import FEW, PRODUCT, TILE, VECTOR, Laid, Piece, Shape, Split, Task, Workspace
 
 CHUNK = 1 << 19  # numbers that one call gathers: 2 MB in float32, so that they stay in a cache
 SHORT = (
@@ -135,12 +136,13 @@ class AttentionPlan:
         scale, soft_cap = checked_options(query, scale, self.window, soft_cap)
         if storage.block_size != self.block_size:
             raise ValueError(f"planned for blocks of {self.block_size}, the storage has {storage.block_size}")
-        check_block(*self._batch.check_blocks(), storage.num_blocks)
         if storage.format.factor != 1:
             scale *= np.float32(storage.format.factor**0.5)
         shape = Shape(*page[:2], query.shape[1] // page[1], page[2])
         lanes, largest = self._lanes(storage)
         large = 2 * largest * shape.group * shape.head_dim > PRODUCT
+        if len(lanes) > 1 and self.num_queries.min() * shape.group <= FEW:
+            large |= TILE * shape.head_dim >= VECTOR
         self._ready[given] = scale, soft_cap, (shape, storage.dtype), lanes, large
         return self._ready[given]
 
@@ -155,7 +157,7 @@ class AttentionPlan:
         parts = [task.parts for tasks in list(self._tasks.values()) for task in tasks]
         if not parts or self.window is not None or np.count_nonzero(self.num_queries != 1):
             return None
-        if not all(part is not None and part.suit(self.lengths, lengths) for part in parts):
+        if not all(part is not None and part.suit(lengths) for part in parts):
             return None
         if self.share and len(set(tables[:, 0].tolist())) < len(tables):
             return None
@@ -165,10 +167,9 @@ class AttentionPlan:
         self._tasks, self._split, self._laid, self._ready = {}, {}, {}, {}
         for part in parts:
             part.fill(batch)
-        if min(int(part.blocks.min()) for part in parts) < 0:
-            return None
-        plan._highest = max(int(part.blocks.max()) for part in parts)
-        return plan
+        plan._highest = max(int(part.blocks.view(np.uintp).max()) for part in parts)
+        left_behind = plan._highest > HIDDEN  # −1 without its sign
+        return None if left_behind else plan
 
     def tasks(self, storage: KVStorage) -> list[Task]:
         """How the batch is cut for pages of this shape."""
@@ -434,6 +435,8 @@ class _Parts:
         runs, blocks = self.entries.shape
         queries, tokens = int(batch.asked[self.of[0, 0]]), blocks * batch.block_size
         self.positions = self.begin * batch.block_size + np.arange(tokens)  # [runs, tokens]
+        self.least = (batch.lengths - 1) // tokens * tokens + 1  # [batch]  tokens that need as many runs
+        self.span = np.clip(self.short + 1 - self.least, 0, tokens).astype(np.uint64)
         self.missing = np.empty((runs, tokens), bool)
         self.hidden = self.missing[:, None, None]  # [runs, 1, queries, tokens]
         if queries > 1 or batch.window is not None:
@@ -451,11 +454,9 @@ class _Parts:
             self.missing[runs].reshape(-1),
         )
 
-    def suit(self, before: np.ndarray, lengths: np.ndarray) -> bool:
-        """Whether sequences of these lengths would be cut into the same runs."""
-        tokens = self.positions.shape[1]
-        same = (before - 1) // tokens == (lengths - 1) // tokens
-        return lengths.max() <= self.short and np.count_nonzero(same) == len(same)
+    def suit(self, lengths: np.ndarray) -> bool:
+        """Whether sequences of these lengths are cut into the same runs as those that these were laid out for."""
+        return np.count_nonzero((lengths - self.least).view(np.uint64) < self.span) == len(lengths)
 
 
 def _as_slice(indices: np.ndarray) -> slice | np.ndarray:
@@ -490,14 +491,14 @@ _lock = threading.Lock()
 def in_threads(lanes: int, compute: Callable[[int, Workspace], None], large: bool = False) -> None:
     """Call compute(lane, workspace) for each lane, all at once; this thread takes the first.
 
-    In several threads BLAS computes with one in each, and also where products are so large that it would use
-    more of its own accord, which changes last bits.
+    Where products are so large that BLAS would use threads of its own accord, which changes last bits, it is held
+    to one in each; setting that takes as long as a small task.
     """
     workspaces = [_borrowed() for _ in range(lanes)]
     try:
         if lanes == 1 and not large:
             return compute(0, workspaces[0])
-        with one_blas_thread:
+        with one_blas_thread if large else contextlib.nullcontext():
             others = [_threads().submit(compute, i, workspaces[i]) for i in range(1, lanes)]
             try:
                 compute(0, workspaces[0])

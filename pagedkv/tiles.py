@@ -14,6 +14,7 @@ from .storage import KVStorage, aligned_zeros
 
 TILE = 128  # keys of one product, or a multiple of it that fits into
 PRODUCT = 1 << 18  # multiplications: OpenBLAS has a fast path for small products and no threads for them
+VECTOR = 9216  # and for matrices below that size times a vector
 FEW = 2  # rows that are multiplied one by one
 ROWS = 4  # OpenBLAS is fast at multiples of so many rows, so queries are padded: 7 rows take longer than 8
 NOBODY = np.zeros(0, np.intp)

@@ -580,13 +580,15 @@ def test_a_run_in_threads_leaves_blas_as_it_was(long_batch):
         return {library["num_threads"] for library in blas.info()}
 
     before, inside = now(), []
-    decode.in_threads(2, lambda lane, workspace: inside.append(now()))
+    decode.in_threads(2, lambda lane, workspace: inside.append(now()), large=True)
     assert inside == [{1}, {1}]
+    decode.in_threads(2, lambda lane, workspace: inside.append(now()))
+    assert inside[2:] == [before] * 2, "small products stay in one thread anyway, and setting it takes time"
     cache.attend(0, query, cache.plan(ids, counts, threads=2))
     with pytest.raises(ZeroDivisionError):
-        decode.in_threads(2, lambda lane, workspace: 1 // (lane - 1))
+        decode.in_threads(2, lambda lane, workspace: 1 // (lane - 1), large=True)
     with decode.one_blas_thread:  # entered here and left elsewhere, as by several users
-        other = threading.Thread(target=decode.in_threads, args=[2, lambda lane, workspace: None])
+        other = threading.Thread(target=decode.in_threads, args=[2, lambda lane, workspace: None, True])
         other.start()
         other.join()
         assert now() == {1}, "another one is still inside"
