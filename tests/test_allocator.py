@@ -1,5 +1,7 @@
 """The allocator alone: ids, owners and the queue of free blocks."""
 
+import pickle
+
 import pytest
 from pools import check_invariants, refused
 
@@ -92,13 +94,13 @@ def test_one_bad_id_spoils_the_whole_call(method, blocks):
     allocator = BlockAllocator(4)
     allocator.allocate(1)
     allocator.share([0])
-    with refused(allocator, ValueError):
+    with refused(allocator, ValueError, "block"):
         getattr(allocator, method)(blocks)
 
 
 @pytest.mark.parametrize("block", [-1, 4, 1.0, "1", True])
 def test_the_owners_of_no_block_cannot_be_asked(block):
-    with pytest.raises(ValueError, match=str(block)):
+    with pytest.raises(ValueError, match=f"block.*{block}"):
         BlockAllocator(4).ref_count(block)
 
 
@@ -113,6 +115,13 @@ def test_only_a_whole_number_can_be_allocated(number):
     allocator = BlockAllocator(4)
     with refused(allocator, ValueError, f"got {number!r}"):
         allocator.allocate(number)
+
+
+def test_a_refusal_can_be_sent_to_another_process():
+    with pytest.raises(PoolExhausted) as caught:
+        BlockAllocator(4).allocate(5)
+    sent = pickle.loads(pickle.dumps(caught.value))
+    assert sent.args == (sent.requested, sent.available) == (5, 4)
 
 
 def test_counts_cannot_be_changed_from_outside():

@@ -25,8 +25,8 @@ def test_ids_are_given_or_counted_and_never_counted_twice():
     assert [manager.add(), manager.add("text"), manager.add(), manager.add(np.int64(9))] == [0, "text", 2, 9]
     manager.free(2)
     assert manager.add() == 3
-    assert manager.fork(0, 2) == [4, 5]
-    assert manager.seq_ids == [1, 0, "text", 9, 3, 4, 5]
+    assert manager.fork(0, 2) == [4, 5] and manager.fork(0) == [6]
+    assert manager.seq_ids == [1, 0, "text", 9, 3, 4, 5, 6]
     assert type(manager.seq_ids[3]) is int
 
 
@@ -84,11 +84,17 @@ def test_adding_takes_no_block():
 
 
 @pytest.mark.parametrize(
-    "counts", [-1, 1.5, 1.0, "1", True, None, [1], [1, 2, 3], [1, -1], [1, 1.5], [[1, 2]], 2**31, [2**62] * 2]
+    "counts",
+    [
+        *[-1, 1.5, 1.0, "1", True, None, [1], [1, 2, 3], [1, -1], [1, 1.5], [[1, 2]], 2**31, [2**62] * 2],
+        *[np.ones(2), np.ones(2, bool), np.ones(1, int), np.ones((2, 1), int)],
+    ],
 )
-def test_a_wrong_number_of_tokens_is_named(counts):
+@pytest.mark.parametrize("length", [0, 1])
+def test_a_wrong_number_of_tokens_is_named(counts, length):
     manager = BlockManager(4, 4)
     manager.add("a"), manager.add("b")
+    manager.extend(["a", "b"], length)
     for call in (manager.extend, manager.blocks_needed, manager.can_extend):
         with refused(manager, ValueError, "num_tokens"):
             call(["a", "b"], counts)
@@ -113,6 +119,9 @@ def test_max_length_is_the_last_position_not_rounded_to_a_block():
     with refused(model.pool, ValueError, "sequence 'a' would hold 11 tokens, max_length is 10"):
         model.append("a")
     assert model.table("a") == [0, 1, 2]
+    model.alloc(9, "b"), model.alloc(8, "c")
+    with refused(model.pool, ValueError, "sequence 'b' would hold 11 tokens"):
+        model.append(["c", "b"], 2)  # the first would fill it just so
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
@@ -136,6 +145,24 @@ def test_two_sequences_that_write_into_their_shared_block_copy_once():
         model.alloc(3, 0)
         model.fork(0, 3)
         assert len(model.append([0, 1, 2, 3][:writers]).copies) == copies
+
+
+def test_each_writer_takes_its_copy_before_its_new_blocks():
+    model = ManagerModel(8, 4)
+    model.alloc(3, "a")
+    model.fork("a", ["b", "c", "d"])
+    assert model.append(["a", "b", "c"], [1, 6, 1]).copies.tolist() == [[0, 1, 3], [0, 2, 3], [0, 5, 3]]
+    assert [model.table(seq) for seq in "abcd"] == [[1], [2, 3, 4], [5], [0]]
+
+
+def test_a_step_of_decoding_is_granted_as_any_growth():
+    model = ManagerModel(4, 4)
+    model.alloc(4, "a"), model.alloc(2, "b")
+    reservation = model.append(["b", "a"])
+    assert reservation.seq_ids == ("b", "a") and reservation.copies.shape == (0, 3)
+    assert reservation.start.tolist() == [2, 4] and reservation.counts.tolist() == [1, 1]
+    assert reservation.slots.dtype == np.int32 and reservation.slots.tolist() == [6, 8]
+    assert reservation.versions.tolist() == model.pool.versions(["b", "a"]).tolist()
 
 
 def test_a_full_last_block_is_not_copied():
@@ -297,6 +324,9 @@ def test_every_call_is_one_event_refusals_included():
     taken = manager.snapshot(["b"])
     manager.free(["b"])
     manager.restore(taken)
+    manager.extend("b", 8)
+    with pytest.raises(PoolExhausted):
+        manager.restore(snapshot(seq_ids=("c", "d")))
     assert told(events) == [
         ("add", ("a",), {}, {}),
         ("extend", ("a",), {"new": [0, 1], "copies": []}, {"tokens": 6, "free": 2}),
@@ -308,6 +338,8 @@ def test_every_call_is_one_event_refusals_included():
         ("refuse", ("a", "b"), {}, {"requested": 6, "available": 2}),
         ("free", ("b",), {"freed": [0]}, {"free": 3}),
         ("restore", ("b",), {"new": [0]}, {"free": 2}),
+        ("extend", ("b",), {"new": [2, 3], "copies": []}, {"tokens": 8, "free": 0}),
+        ("refuse", ("c", "d"), {}, {"requested": 3, "available": 0}),
     ]
     assert all(event.seconds >= 0 for event in events)
 
@@ -380,7 +412,7 @@ def pair():
     return manager
 
 
-@pytest.mark.parametrize("call", ["blocks_needed", "can_extend", "extend", "reorder", "free"])
+@pytest.mark.parametrize("call", ["blocks_needed", "can_extend", "extend", "reorder", "free", "snapshot"])
 def test_a_batch_names_a_sequence_once(call):
     manager = pair()
     more = ([0, 0],) if call == "reorder" else ()

@@ -71,15 +71,13 @@ def test_forgetting_keeps_the_order_of_the_queue():
 def test_an_eviction_is_part_of_the_event_of_its_allocation():
     events = []
     allocator = BlockAllocator(3, observers=[events.append])
-    (
-        allocator.allocate(3),
-        allocator.release([0, 1], cached=[1]),
-        allocator.allocate(2),
-        allocator.forget_cached(),
-    )
-    assert [(e.kind, {role: ids.tolist() for role, ids in e.blocks.items()}) for e in events][2:] == [
-        ("allocate", {"new": [0, 1], "evicted": [1]}),
-        ("forget_cached", {"evicted": []}),
+    allocator.allocate(3), allocator.release([0, 1], cached=[1]), allocator.allocate(2)
+    allocator.release([0, 2], cached=[2]), allocator.forget_cached()
+    told = [(e.kind, {role: ids.tolist() for role, ids in e.blocks.items()}, e.counts) for e in events]
+    assert told[2:] == [
+        ("allocate", {"new": [0, 1], "evicted": [1]}, {"free": 0}),
+        ("release", {"released": [0, 2], "freed": [0, 2]}, {"free": 2}),
+        ("forget_cached", {"evicted": [2]}, {"free": 2}),
     ]
 
 
@@ -194,6 +192,16 @@ def test_two_forks_cannot_say_different_things_about_one_block():
     check_invariants(manager)
 
 
+def test_rows_of_different_lengths_are_committed_together():
+    events = []
+    manager = BlockManager(8, 4, prefix_cache=True, observers=[events.append])
+    for seq in "ab":
+        manager.add(seq)
+    manager.extend(["a", "b"], [4, 9])
+    manager.commit(["a", "b"], [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12, 13]])
+    assert events[-1].blocks["sealed"].tolist() == [0, 1, 2]
+
+
 def test_commit_takes_a_row_or_a_number_per_sequence():
     models = [ManagerModel(8, 4, prefix_cache=True) for _ in range(3)]
     for model, rows in zip(models, ([[1, 2], [3, 4]], np.array([[1, 2], [3, 4]]), None), strict=True):
@@ -210,6 +218,12 @@ def test_commit_takes_a_row_or_a_number_per_sequence():
         {seq: (text["committed"], text["rest"]) for seq, text in state["texts"].items()} for state in states
     ]
     assert texts[0] == texts[1] == texts[2] and texts[0]["a"][0] == 2
+
+
+@pytest.mark.parametrize("block", [-1, 8, 1.0])
+def test_no_block_of_another_pool_is_cached(block):
+    with pytest.raises(ValueError, match=f"block.*{block}"):
+        committed().is_cached([0, block])
 
 
 def test_commits_do_not_touch_versions():
@@ -239,6 +253,39 @@ def test_none_is_what_the_prompt_still_lacks():
     for call in (lambda: manager.extend("a", None), lambda: manager.extend(["a", "c"], None)):
         with refused(manager, ValueError, "num_tokens"):
             call()
+
+
+def test_a_prompt_that_has_begun_finds_nothing_more():
+    manager = committed()
+    assert manager.match("a") == 0
+
+
+def test_a_first_step_of_two_tokens_is_too_long_for_a_prompt_of_one():
+    manager = BlockManager(4, 4)
+    manager.add("a", tokens=[7])
+    with refused(manager, ValueError, "num_tokens can be 1 at most, got 2"):
+        manager.extend("a", 2)
+
+
+def test_a_block_of_its_own_that_is_cut_in_two_is_found_no_more():
+    manager = BlockManager(8, 4, prefix_cache=True)
+    for seq, prompt in (("a", [1, 2, 3, 4, 5]), ("b", [1, 2, 3, 4, 6, 7, 8, 9])):
+        manager.add(seq, tokens=prompt), manager.extend(seq, None), manager.commit(seq)
+    assert manager.block_tables(["a", "b"]).tolist() == [[0, 1], [0, 2]]
+    manager.truncate("b", 6)
+    assert manager.is_cached([0, 2]).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_shared_block_that_is_cut_in_two_is_found_while_another_owns_it(tokens):
+    manager = BlockManager(8, 4, prefix_cache=True)
+    manager.add("a", tokens=range(8)), manager.extend("a", None), manager.commit("a")
+    manager.fork("a", ["b", "c"]), manager.truncate("b", 6), manager.truncate("c", 6)
+    manager.extend("b", tokens)  # into a copy
+    assert manager.is_cached([1, 2]).tolist() == [True, False]
+    manager.free("a")
+    manager.extend("c", tokens)  # in place
+    assert manager.is_cached([1]).tolist() == [False]
 
 
 def test_a_prompt_of_which_nothing_is_asked_is_not_begun():
@@ -332,6 +379,32 @@ def test_events_carry_hits_evictions_and_what_can_be_found():
         ("reset_prefix_cache", {}),
     ]
     assert [e.counts["hit_tokens"] for e in events if e.kind == "extend"] == [0, 4, 0]
+
+
+def test_a_step_of_decoding_is_told_in_full():
+    """An observer sees the same roles and counts as for any other growth, a block that was evicted among them."""
+    events = []
+    manager = BlockManager(3, 4, prefix_cache=True, observers=[events.append])
+    manager.add("old", tokens=range(4)), manager.extend("old", None), manager.commit("old")
+    manager.add("a"), manager.extend("a", 4), manager.add("b"), manager.extend("b", 1)
+    manager.free("old"), events.clear()
+    manager.extend("b"), manager.extend(["b", "a"])
+    assert [(e.kind, e.seq_ids, {role: ids.tolist() for role, ids in e.blocks.items()}) for e in events] == [
+        ("extend", ("b",), {"new": [], "copies": [], "hits": [], "evicted": []}),
+        ("extend", ("b", "a"), {"new": [0], "copies": [], "hits": [], "evicted": [0]}),
+    ]
+    assert [e.counts for e in events] == [
+        {"tokens": 1, "free": 1, "hit_tokens": 0},
+        {"tokens": 2, "free": 0, "hit_tokens": 0},
+    ]
+
+
+def test_a_restore_tells_whose_texts_it_evicts():
+    events = []
+    manager = BlockManager(2, 4, prefix_cache=True, observers=[events.append])
+    manager.add("old", tokens=range(4)), manager.extend("old", None), manager.commit("old")
+    manager.free("old"), manager.restore(committed().snapshot(["a"]))
+    assert {role: ids.tolist() for role, ids in events[-1].blocks.items()} == {"new": [1, 0], "evicted": [0]}
 
 
 # The cache: pages
