@@ -714,7 +714,7 @@ def _packed(numbers) -> bytes:
 
 
 def _int32(section: bytes) -> np.ndarray:
-    return np.frombuffer(section, "<i4").astype(np.int32)
+    return np.frombuffer(section, "<i4").astype(np.int32) if section else NO_BLOCKS
 
 
 def _int64(section: bytes) -> np.ndarray:
