@@ -5,10 +5,11 @@ import pytest
 from needs import ROOT, STRESS, need_module, need_program
 
 # The whole number of examples takes minutes: `make stress` runs it, every other run a tenth.
-hypothesis.settings.register_profile(
-    "ci", max_examples=50, stateful_step_count=30, deadline=None, derandomize=True
-)
+CI = hypothesis.settings(max_examples=50, stateful_step_count=30, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("ci", CI)
 hypothesis.settings.register_profile("stress", max_examples=500, stateful_step_count=50, deadline=None)
+FIND_ONLY = (hypothesis.Phase.explicit, hypothesis.Phase.generate)  # no smaller example of what was found
+hypothesis.settings.register_profile("mutants", CI, phases=FIND_ONLY)
 hypothesis.settings.load_profile("stress" if STRESS else "ci")
 
 

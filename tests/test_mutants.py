@@ -34,7 +34,7 @@ SETTINGS = f"""
 source_paths = ["pagedkv"]
 only_mutate = {MUTATED}
 also_copy = ["notebooks"]
-pytest_add_cli_args = ["-p", "no:nbval", "-o", "addopts=--import-mode=importlib"]
+pytest_add_cli_args = ["-p", "no:nbval", "--hypothesis-profile=mutants", "-o", "addopts=--import-mode=importlib"]
 pytest_add_cli_args_test_selection = {TESTS}
 """
 REASONS = tomllib.loads((ROOT / "tests" / "mutants.toml").read_text("utf-8"))["reason"]
