@@ -2,6 +2,7 @@
 
 import pickle
 
+import numpy as np
 import pytest
 from pools import check_invariants, refused
 
@@ -82,7 +83,8 @@ def test_a_block_is_freed_by_its_last_release():
     """[0, 1, 0] frees 1 before 0, since 0 had two owners."""
     allocator = BlockAllocator(2)
     allocator.share(allocator.allocate(2)[:1])
-    assert allocator.release([0, 1, 0]).tolist() == [1, 0]
+    freed = allocator.release([0, 1, 0])
+    assert freed.dtype == np.int32 and freed.tolist() == [1, 0]
     assert allocator.queue() == [1, 0]
 
 

@@ -212,6 +212,14 @@ def test_a_fork_into_nobody_changes_nothing():
     assert manager.num_free == 6
 
 
+@pytest.mark.parametrize("children", [0, -1, 1.5, None, True])
+def test_a_parent_has_a_whole_number_of_children(children):
+    manager = BlockManager(8, 4)
+    manager.add("a")
+    with refused(manager, ValueError, f"^the number of children must be .* at least 1, got {children!r}"):
+        manager.fork("a", children)
+
+
 def test_a_window_moves_over_a_fork():
     model = ManagerModel(6, 4)
     model.alloc(10, "a")

@@ -79,6 +79,7 @@ def test_an_eviction_is_part_of_the_event_of_its_allocation():
         ("release", {"released": [0, 2], "freed": [0, 2]}, {"free": 2}),
         ("forget_cached", {"evicted": [2]}, {"free": 2}),
     ]
+    assert events[-1].blocks["evicted"].dtype == np.int32
 
 
 # What callers may say
@@ -178,6 +179,18 @@ def test_a_trace_does_not_go_on_by_tokens_nor_by_other_hashes():
     assert manager.is_cached(range(8)).tolist() == [True] * 2 + [False] * 6
 
 
+def test_several_traces_go_on_by_a_row_of_hashes_each():
+    manager = BlockManager(8, 4, prefix_cache=True)
+    for seq in "ab":
+        manager.add(seq)
+    manager.extend(["a", "b"], [4, 9])
+    for rows in (["x"], "xy"):
+        with refused(manager, ValueError, "block_hashes must be one row for each of 2 sequences"):
+            manager.commit(["a", "b"], block_hashes=rows)
+    manager.commit(["a", "b"], block_hashes=[["x"], ["y", "z"]])
+    assert manager.is_cached(range(4)).tolist() == [True, True, True, False]
+
+
 def test_two_forks_cannot_say_different_things_about_one_block():
     manager = BlockManager(8, 4, prefix_cache=True)
     manager.add("a")
@@ -199,7 +212,8 @@ def test_rows_of_different_lengths_are_committed_together():
         manager.add(seq)
     manager.extend(["a", "b"], [4, 9])
     manager.commit(["a", "b"], [[1, 2, 3, 4], [5, 6, 7, 8, 9, 10, 11, 12, 13]])
-    assert events[-1].blocks["sealed"].tolist() == [0, 1, 2]
+    sealed = events[-1].blocks["sealed"]
+    assert sealed.dtype == np.int32 and sealed.tolist() == [0, 1, 2]
 
 
 def test_commit_takes_a_row_or_a_number_per_sequence():
