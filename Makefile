@@ -46,8 +46,8 @@ format: $(tested) ## let ruff repair what it can
 portability: $(tested) ## core tests and lessons with the BLAS kernel that the processor picks
 	env -u OPENBLAS_CORETYPE -u OPENBLAS_L2_SIZE $(bin)/python -m pytest -m "not browser and not torch" --ignore=tests/notebooks $(ARGS)
 
-stress: $(tested) ## the random tests at full length
-	PAGEDKV_STRESS=1 $(bin)/python -m pytest -m "not browser" tests $(ARGS)
+stress: $(tested) ## random tests, kills, mutants and the site at full length: hours
+	PAGEDKV_STRESS=1 $(bin)/python -m pytest tests $(ARGS)
 
 clean: ## remove the environments and caches
 	rm -rf $(VENV) .venvs .pytest_cache .ruff_cache .hypothesis
