@@ -10,6 +10,7 @@ import signal
 from pagedkv import PoolExhausted
 from pagedkv.coordinator import LeaseLost, PoolLost, RedisBlockManager, Unreachable
 
+SIZES = {"num_blocks": 24, "block_size": 4, "prefix_cache": True}
 PROMPTS = [[1, 2, 3, 4, 5, 6, 7, 8, 9], [1, 2, 3, 4, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8]]
 
 
@@ -132,3 +133,29 @@ def check_history(num_blocks, diaries):
         used -= freed
         cached |= freed  # whether it can really be found, the invariants say
     return len(history)
+
+
+def all_calls(manager):
+    """Every kind of change, each with what it returns or refuses."""
+    yield manager.add("a", tokens=range(10))
+    yield manager.extend("a", None)
+    yield manager.commit("a")
+    yield manager.fork("a", ["b", "c"])
+    yield manager.extend(["a", "b", "c"])
+    yield manager.confirm()
+    yield manager.extend(["a", "b", "c"])
+    yield manager.reorder(["a", "b", "c"], [1, 1, 2])
+    yield manager.truncate("b", 6)
+    yield manager.release_before("a", 5)
+    try:
+        yield manager.extend("a", 999)
+    except PoolExhausted as refusal:
+        yield str(refusal)
+    snapshot = manager.snapshot()
+    yield manager.free(["a", "b", "c"])
+    yield manager.restore(snapshot)
+    yield manager.hand_over("a", manager.worker)
+    yield manager.adopt()
+    yield manager.heartbeat()
+    yield manager.free(["a", "b", "c"])
+    yield manager.reset_prefix_cache()

@@ -90,3 +90,10 @@ def servers(tmp_path_factory):
 def new_pool():
     """A name that no other pool has."""
     return f"test-{secrets.token_hex(6)}"
+
+
+def wait_for(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it does not happen"
+        time.sleep(0.005)

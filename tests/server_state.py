@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pagedkv.coordinator.connection import PARTS, keys_of
+from pagedkv.coordinator.connection import PARTS, connect, keys_of
 
 
 def ints(data):
@@ -86,3 +86,12 @@ def check(state):
         assert tail == (table[-1] if table else -1)
     assert set(state.tables) <= set(state.seqs) and set(state.parcels) <= set(state.seqs)
     assert all(version <= int(state.pool[b"changes"]) for *_, version in state.seqs.values())
+
+
+def state_of(url, pool):
+    """The state of a pool, whole and right."""
+    client = connect(url, 10)
+    state = read(client, pool)
+    client.close()
+    check(state)
+    return state

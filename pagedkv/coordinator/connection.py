@@ -9,6 +9,7 @@ from collections.abc import Callable
 from importlib import resources
 from urllib.parse import urlsplit
 
+from ..store.redis import at_node
 from .errors import CoordinatorError, Unreachable
 
 VERSION = "v1"  # of the keys and of what they hold
@@ -69,6 +70,13 @@ def connect(url: str, timeout: float):
         raise ValueError(f"url must be redis://HOST:PORT or the like, got {url!r}: {error}") from None
 
 
+def cluster_changes() -> tuple:
+    """The errors of a Redis Cluster that pass: the slot of a pool moves, or its server is being replaced."""
+    from redis import exceptions
+
+    return exceptions.AskError, exceptions.TryAgainError, exceptions.ClusterDownError
+
+
 def shown(url: str) -> str:
     """A URL without its password."""
     parts = urlsplit(url)
@@ -83,11 +91,12 @@ class Scripts:
 
     def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
         self.url, self.pool, self.timeout = url, pool, timeout
-        self._connection = connect(url, timeout).connection_pool.make_connection()
         self._keys = keys_of(pool)
         self._packed_keys = _packed([b"%d" % len(self._keys), *self._keys])
         self._retried = retried
         self._lock = threading.Lock()  # a heartbeat may come from another thread
+        self._connection = self._server = None
+        self._reach(url)
 
     def run(self, name: str, *arguments) -> list[bytes]:
         """Run a script. What it replies: a status, then sections.
@@ -102,17 +111,17 @@ class Scripts:
                 return sections_of(self._run(name, arguments))
             except redis.AuthenticationError as error:
                 raise CoordinatorError(f"{self._where} refuses the password in url: {error}") from None
-            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            except redis.exceptions.MovedError as error:  # a cluster keeps the pool elsewhere: all of it
+                if time.monotonic() > deadline:
+                    raise self._unreachable(error) from None
+                self._reach(at_node(self.url, error))
+            except (redis.ConnectionError, redis.TimeoutError, OSError, *cluster_changes()) as error:
                 if time.monotonic() + pause > deadline:
-                    raise Unreachable(
-                        f"{self._where} did not answer within timeout = {self.timeout:g} s (is url right?): {error}"
-                    ) from None
+                    raise self._unreachable(error) from None
+                self._reach(self.url)  # it knows who has taken over
                 time.sleep(pause)
                 pause *= 2
                 self._retried()
-            except redis.exceptions.MovedError as error:  # a cluster keeps the pool elsewhere: all of it
-                self._connection.disconnect()
-                self._connection.host, self._connection.port = error.host, error.port
             except redis.ResponseError as error:
                 raise self._said(error) from None
 
@@ -141,9 +150,23 @@ class Scripts:
             self._connection.disconnect()
             raise
 
+    def _reach(self, url: str) -> None:
+        """Speak to this server from now on."""
+        with self._lock:
+            if url != self._server:
+                if self._connection is not None:
+                    self._connection.disconnect()
+                self._connection = connect(url, self.timeout).connection_pool.make_connection()
+                self._server = url
+
     @property
     def _where(self) -> str:
         return f"pool {self.pool!r} at {shown(self.url)}:"
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            f"{self._where} did not answer within timeout = {self.timeout:g} s (is url right?): {error}"
+        )
 
     def _said(self, error: Exception) -> CoordinatorError:
         """What the server complains of, and the setting that it is about."""
@@ -153,6 +176,7 @@ class Scripts:
             "ReadOnly|READONLY|read only": "url must name the primary, this server is a read-only replica",
             "NOAUTH|WRONGPASS|unauthenticated": "it refuses the password in url",
             "NoPermission|NOPERM": "the user in url may not do this",
+            "SELECT is not allowed": "url must name database 0, a cluster has no other",
             "OutOfMemory|OOM": "its maxmemory is used up",
         }
         hint = next((hint for said, hint in hints.items() if re.search(said, text)), "it refuses a script")

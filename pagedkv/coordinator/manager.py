@@ -55,12 +55,13 @@ class RedisBlockManager(BlockManager):
 
     A call that raises Unreachable may have happened or not. Repeat it with the same arguments: it is not done twice.
 
-    Args: url: of the server, with password and database if needed; None: $REDIS_URL, else a server inside this
-        process; pool: its name; num_blocks, block_size, max_length, prefix_cache, namespace: as in BlockManager:
-        who comes first makes the pool, later ones may leave them out or must say the same; worker: a name that no
-        other has (None: made up); one that is registered already is taken over, and its sequences reclaimed;
-        lease_seconds: how long the pool waits for a word from this worker; each accepted write is one, and so is
-        `heartbeat`; timeout: seconds that a call may wait for the server.
+    Args: url: of the server, or of any one of a Redis Cluster, with password and database if needed; None:
+        $REDIS_URL, else a server inside this process; pool: its name; num_blocks, block_size, max_length,
+        prefix_cache, namespace: as in BlockManager: who comes first makes the pool, later ones may leave them
+        out or must say the same; worker: a name that no other has (None: made up); one that is registered
+        already is taken over, and its sequences reclaimed; lease_seconds: how long the pool waits for a word
+        from this worker; each accepted write is one, and so is `heartbeat`; timeout: seconds that a call may
+        wait for the server.
     Raises: ValueError for another configuration than the pool's; Unreachable, CoordinatorError for what the
         server says.
     Source: Kwon et al. 2023, section 4.6 (one block manager for all workers); fencing tokens: Burrows 2006, "The

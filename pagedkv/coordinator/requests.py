@@ -5,7 +5,8 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from .connection import connect, shown
+from ..store.redis import at_node
+from .connection import cluster_changes, connect, shown
 from .errors import CoordinatorError, Unreachable
 
 PARTS = ("requests", "waiting", "claims", "leases", "results", "tries")
@@ -149,7 +150,7 @@ class RequestQueue:
     ):
         self.url, self.pool, self.worker = url, pool, worker
         self.lease_seconds, self.timeout = lease_seconds, timeout
-        self._client = connect(url, timeout)
+        self._client, self._server = connect(url, timeout), url
         self._keys = [f"{{pagedkv:{pool}}}:v1:{part}" for part in PARTS]
         self._scripts = {name: self._client.register_script(LIBRARY + text) for name, text in SCRIPTS.items()}
 
@@ -211,10 +212,16 @@ class RequestQueue:
         self._client.close()
 
     def _run(self, name: str, *arguments):
-        return self._sent(lambda: self._scripts[name](keys=self._keys, args=arguments))
+        return self._sent(lambda: self._scripts[name](self._keys, arguments, client=self._client))
 
     def _call(self, name: str, *arguments):
         return self._sent(lambda: getattr(self._client, name)(*arguments))
+
+    def _reach(self, url: str) -> None:
+        """Speak to this server from now on."""
+        if url != self._server:
+            self._client.close()
+            self._client, self._server = connect(url, self.timeout), url
 
     def _sent(self, call):
         """What the server answers; a call whose answer was lost is sent again until `timeout` is over."""
@@ -229,9 +236,11 @@ class RequestQueue:
                 return call()
             except redis.AuthenticationError as error:
                 raise CoordinatorError(f"{where}: the server refuses the password in url: {error}") from None
-            except (redis.ConnectionError, redis.TimeoutError, OSError) as error:
+            except (redis.ConnectionError, redis.TimeoutError, OSError, *cluster_changes()) as error:
                 if time.monotonic() > deadline:
                     raise Unreachable(f"{where}: no answer within {self.timeout:g} s: {error}") from None
-                time.sleep(0.02)
+                moved = isinstance(error, redis.exceptions.MovedError)  # a cluster keeps the pool elsewhere
+                self._reach(at_node(self.url, error) if moved else self.url)
+                time.sleep(0 if moved else 0.02)
             except redis.ResponseError as error:
                 raise CoordinatorError(f"{where}: the server refuses: {error}") from None

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 from collections.abc import Iterable, Iterator
+from urllib.parse import urlsplit
 
 from ..allocator import Observed, Observer
 from .files import SaveFailed
@@ -20,9 +21,9 @@ class RedisPageStore(Observed):
     another layout or under a wrong name is a miss, never wrong data; a damaged one is removed and counted in
     `corrupt`. Observers are told of every `fetch`: how many pages came, and how many were damaged.
 
-    Args: url: of the server, as redis-py takes it; layout: what the pages look like, and whose they are; pool: pages
-        of other pools are others; ttl: seconds until a page is forgotten as a whole, None: never; timeout: seconds
-        that a call may wait for the server.
+    Args: url: of the server, or of any one of a Redis Cluster, as redis-py takes it; layout: what the pages
+        look like, and whose they are; pool: pages of other pools are others; ttl: seconds until a page is
+        forgotten as a whole, None: never; timeout: seconds that a call may wait for the server.
     Raises: ConnectionError, here and in every method, if the server cannot be used; it names the setting to look at.
     """
 
@@ -39,15 +40,15 @@ class RedisPageStore(Observed):
         super().__init__(observers)
         if ttl is not None and not 0.001 <= ttl < 2**53:
             raise ValueError(f"ttl must be at least 0.001 seconds, or None, got {ttl!r}")
-        self.url, self.layout, self.corrupt = url, layout, 0
+        self.url, self.timeout, self.layout, self.corrupt = url, timeout, layout, 0
         self._prefix = (
             f"{{pagedkv:{pool}}}:v1:page:".encode()
-        )  # one hash tag: MGET needs one slot of a cluster
+        )  # one hash tag: one server of a cluster has all pages of a pool
         self._ttl = None if ttl is None else round(ttl * 1000)  # milliseconds
         self._chunk = max(1, CHUNK_BYTES // layout.record.itemsize)  # pages
         self._redis = _connect(url, timeout)
         with self._saying_what_failed():
-            self._redis.ping()
+            self._find_server()
 
     def __contains__(self, key: bytes) -> bool:
         with self._saying_what_failed():
@@ -111,6 +112,15 @@ class RedisPageStore(Observed):
         """Close the connection."""
         self._redis.close()
 
+    def _find_server(self) -> None:
+        """Ask for something of the pool: in a cluster, a server that does not keep it says which one does."""
+        from redis.exceptions import MovedError
+
+        try:
+            self._redis.exists(self._prefix)
+        except MovedError as error:
+            self._redis = _connect(at_node(self.url, error), self.timeout)
+
     def _name(self, key: bytes) -> bytes:
         check_key(key)
         return self._prefix + key.hex().encode()
@@ -127,7 +137,11 @@ class RedisPageStore(Observed):
             raise ConnectionError(f"{where} refuses the password in url: {error}") from error
         except exceptions.NoPermissionError as error:
             raise ConnectionError(f"{where} does not allow this to the user in url: {error}") from error
+        except exceptions.MovedError as error:
+            self._redis = _connect(at_node(self.url, error), self.timeout)  # for the next call
+            raise ConnectionError(f"{where}: another server of the cluster keeps its pages now") from error
         except (exceptions.ConnectionError, exceptions.TimeoutError) as error:
+            self._redis = _connect(self.url, self.timeout)  # in a cluster, another one may have taken over
             raise ConnectionError(f"{where} does not answer (url, timeout): {error}") from error
         except exceptions.ResponseError as error:
             if "NOAUTH" in str(error).upper():
@@ -148,6 +162,14 @@ def _connect(url: str, timeout: float):
         raise ValueError(
             f"url must be that of a Redis server, like redis://127.0.0.1:6379/0, got {url!r}: {error}"
         ) from None
+
+
+def at_node(url: str, moved) -> str:
+    """The URL of the server to which one of a cluster sends us (redis-py's MovedError)."""
+    parts = urlsplit(url)
+    user, at, _ = parts.netloc.rpartition("@")
+    host = moved.host or parts.hostname
+    return parts._replace(netloc=f"{user}{at}{f'[{host}]' if ':' in host else host}:{moved.port}").geturl()
 
 
 def _without_password(url: str) -> str:

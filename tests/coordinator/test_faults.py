@@ -11,24 +11,15 @@ import redis_servers
 import server_state
 from cut_proxy import Proxy
 from needs import STRESS
-from pool_workers import Process
-from redis_servers import new_pool, real_server, servers  # noqa: F401  a fixture
-from server_state import expire
+from pool_workers import SIZES, Process, all_calls
+from redis_servers import new_pool, real_server, servers, wait_for  # noqa: F401  a fixture
+from server_state import expire, state_of
 
 from pagedkv import PoolExhausted
 from pagedkv.coordinator import CoordinatorError, PoolLost, RedisBlockManager, Unreachable
 from pagedkv.coordinator.connection import connect, keys_of
 
 TIMES = 20 if STRESS else 2
-SIZES = {"num_blocks": 24, "block_size": 4, "prefix_cache": True}
-
-
-def state_of(url, pool):
-    client = connect(url, 10)
-    state = server_state.read(client, pool)
-    client.close()
-    server_state.check(state)
-    return state
 
 
 # The connection is cut
@@ -39,32 +30,6 @@ def proxy(servers):  # noqa: F811
     proxy = Proxy(int(servers("real").rpartition(":")[2]))
     yield proxy
     proxy.close()
-
-
-def all_calls(manager):
-    """Every kind of change, each with what it returns or refuses."""
-    yield manager.add("a", tokens=range(10))
-    yield manager.extend("a", None)
-    yield manager.commit("a")
-    yield manager.fork("a", ["b", "c"])
-    yield manager.extend(["a", "b", "c"])
-    yield manager.confirm()
-    yield manager.extend(["a", "b", "c"])
-    yield manager.reorder(["a", "b", "c"], [1, 1, 2])
-    yield manager.truncate("b", 6)
-    yield manager.release_before("a", 5)
-    try:
-        yield manager.extend("a", 999)
-    except PoolExhausted as refusal:
-        yield str(refusal)
-    snapshot = manager.snapshot()
-    yield manager.free(["a", "b", "c"])
-    yield manager.restore(snapshot)
-    yield manager.hand_over("a", manager.worker)
-    yield manager.adopt()
-    yield manager.heartbeat()
-    yield manager.free(["a", "b", "c"])
-    yield manager.reset_prefix_cache()
 
 
 @pytest.mark.parametrize("fate", ["lose", "mute", "half"])
@@ -270,13 +235,6 @@ def test_a_worker_that_was_frozen_past_its_lease_changes_nothing_when_it_wakes(s
         assert state_of(url, pool) == before
         judge.reap()
         assert judge.num_free == judge.num_blocks
-
-
-def wait_for(condition, seconds=60):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "it does not happen"
-        time.sleep(0.005)
 
 
 # The wrong server, or the wrong settings
