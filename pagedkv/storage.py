@@ -8,7 +8,9 @@ from numpy.typing import ArrayLike, DTypeLike
 
 from .allocator import whole_number, whole_numbers, whole_numbers_below
 
-ALIGNMENT = 64  # bytes. A copy to 16 bytes past where its source lies in a page of memory took ten times as long
+ALIGNMENT = (
+    64  # bytes. A copy to 16 bytes past where its source lies in a page of memory took ten times as long
+)
 
 
 def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
@@ -236,9 +238,12 @@ class KVStorage:
 
     def put(self, layer: int | slice, slots: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
         """Scatter what `encode` returned, to one layer or a slice of them."""
-        layer = layer if isinstance(layer, slice) else self._layer(layer)
+        slots = slots.astype(np.intp)  # NumPy is faster with indices of its own type
         for name, stored in encoded.items():
-            self._by_slot[name][layer, slots] = stored
+            if isinstance(layer, slice):
+                self._by_slot[name][layer, slots] = stored
+            else:
+                self._by_slot[name][self._layer(layer)][slots] = stored
 
     def put_blocks(self, layer: int | slice, blocks: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
         """The same for tokens that fill whole blocks in order, which are copied block by block."""

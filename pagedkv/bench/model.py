@@ -1,7 +1,8 @@
-"""End to end: the shipped model over the paged cache and over a contiguous one, and where the time goes.
+"""End to end: the shipped model over the paged cache and over two contiguous ones, and where the time goes.
 
-Both are called by the same `Llama.next_logits`, so what differs is the cache alone. The contiguous one has the whole
-context reserved for every sequence and pays for padding: how much depends on the lengths of a batch, its *mix*.
+All are called by the same `Llama.next_logits`, so what differs is the cache alone. One contiguous cache has the whole
+context reserved for every sequence, the other grows and copies. Both pay for padding: how much depends on the
+lengths of a batch, its *mix*.
 """
 
 import time
@@ -57,8 +58,8 @@ class Watched:
         return result
 
 
-class ContiguousCache:
-    """What a paged cache replaces: room for the whole context per sequence, reserved at once, and padded attention.
+class ReservedCache:
+    """The fastest of what a paged cache replaces: room for the whole context per sequence, padded attention.
 
     It decodes only: one new token of every sequence, always the same ones. Buffers are made once.
 
@@ -94,14 +95,14 @@ class ContiguousCache:
         return np.where(seen, np.float32(0), np.float32(-np.inf))[:, None, None]
 
     def write(self, layer: int, reservation: SimpleNamespace, keys: np.ndarray, values: np.ndarray) -> None:
-        self.keys[layer, self.rows, :, reservation.start] = keys  # [batch, kv_heads, head_dim]
-        self.values[layer, self.rows, :, reservation.start] = values
+        self.keys[layer][self.rows, :, reservation.start] = keys  # [batch, kv_heads, head_dim]
+        self.values[layer][self.rows, :, reservation.start] = values
 
     def attend(
         self, layer: int, query: np.ndarray, mask: np.ndarray
     ) -> np.ndarray:  # [batch, q_heads, head_dim]
         longest = mask.shape[-1]
-        keys, values = self.keys[layer, :, :, :longest], self.values[layer, :, :, :longest]
+        keys, values = self.keys[layer][:, :, :longest], self.values[layer][:, :, :longest]
         batch, kv_heads, _, head_dim = keys.shape
         q = (query * self.scale).reshape(batch, kv_heads, -1, head_dim)  # [batch, kv_heads, group, head_dim]
         scores = self.room[: q.size // head_dim * longest].reshape(*q.shape[:3], longest)
@@ -115,6 +116,29 @@ class ContiguousCache:
 
     def truncate(self, seq_id, length: int) -> None:
         self.filled[self.row_of[seq_id]] = length
+
+
+class GrownCache(ReservedCache):
+    """No more room than the longest sequence needs: every step makes all arrays anew, by one token longer.
+
+    Source: `DynamicCache` of Hugging Face transformers, which concatenates.
+    """
+
+    def __init__(self, model: Llama, source, seq_ids):
+        super().__init__(model, source, seq_ids)
+        longest = self.filled.max()
+        self.keys = [keys[:, :, :longest].copy() for keys in self.keys]
+        self.values = [values[:, :, :longest].copy() for values in self.values]
+
+    def write(self, layer: int, reservation: SimpleNamespace, keys: np.ndarray, values: np.ndarray) -> None:
+        longest = reservation.start.max()
+        for arrays in (self.keys, self.values):
+            old = arrays[layer][:, :, :longest]  # [batch, kv_heads, longest, head_dim]
+            arrays[layer] = np.concatenate([old, np.zeros_like(old[:, :, :1])], axis=2)
+        super().write(layer, reservation, keys, values)
+
+
+CACHES = {"reserved": ReservedCache, "grown": GrownCache}  # that the paged one is compared with
 
 
 class Decoder:
@@ -143,12 +167,12 @@ def compare_caches(
     threads: int = 1,
     after_round: Callable[[float], object] = lambda share: None,
 ) -> dict:
-    """Decode with both caches, step by step in turns, from prompts of 64 to 384 characters.
+    """Decode with all caches, step by step in turns, from prompts of 64 to 384 characters.
 
     Args: batch: sequences; mix: of their lengths, in MIXES; steps: tokens that each writes in a round; threads: that
         BLAS may use.
-    Returns: {batch, mix, paged, contiguous, speedup, difference}: per cache tokens_per_second and the share of
-        time of each part; speedup: of the paged cache, from steps side by side; difference: of the logits at worst.
+    Returns: {batch, mix, difference, paged, reserved, grown}: difference: of the logits at worst; per cache
+        tokens_per_second, the share of time of each part, and paged: how much faster the paged one was, side by side.
     """
     model, random = Llama.load(), np.random.default_rng(0)
     prompts = random.integers(0, model.config.vocabulary_size, (batch, 384))
@@ -157,8 +181,8 @@ def compare_caches(
     ids = [cache.add() for _ in range(batch)]
     chunks = [p[:n] for p, n in zip(prompts, lengths.tolist(), strict=True)]
     first = model.next_logits(cache, ids, chunks).argmax(axis=-1)  # [batch]
-    contiguous = ContiguousCache(model, cache, ids)
-    ways = {"paged": Decoder(model, cache, ids), "contiguous": Decoder(model, contiguous, ids)}
+    others = {name: made(model, cache, ids) for name, made in CACHES.items()}
+    ways = {name: Decoder(model, some, ids) for name, some in {"paged": cache, **others}.items()}
     times, worst = {name: [] for name in ways}, 0.0
     with limited_threads(threads):
         for turn in range(rounds + 1):
@@ -172,22 +196,25 @@ def compare_caches(
     return {
         "batch": batch,
         "mix": mix,
-        "speedup": ratio(taken["contiguous"], taken["paged"]),
         "difference": worst,
-        **{name: _shares(batch, taken[name], way.spent) for name, way in ways.items()},
+        **{
+            name: _shares(batch, taken[name], way.spent) | {"paged": ratio(taken[name], taken["paged"])}
+            for name, way in ways.items()
+        },
     }
 
 
 def _round(ways: dict, tokens: np.ndarray, steps: int, times: dict[str, list[float]]) -> float:
-    """Some steps of both, in turns, from the prompts on; returns how far their logits are apart at worst."""
+    """Some steps of all, in turns, from the prompts on; returns how far their logits are apart at worst."""
     worst = 0.0
     for step in range(steps):
         logits = {}
-        for name in sorted(ways, reverse=bool(step % 2)):  # each goes first in half of the steps
+        for name in sorted(ways, reverse=bool(step % 2)):  # forwards and backwards: none is always the first
             started = time.perf_counter()
             logits[name] = ways[name].step(tokens)
             times[name].append(time.perf_counter() - started)
-        worst = np.maximum(worst, np.abs(logits["paged"] - logits["contiguous"]).max())  # keeps a NaN
+        for other in CACHES:
+            worst = np.maximum(worst, np.abs(logits["paged"] - logits[other]).max())  # keeps a NaN
         tokens = logits["paged"].argmax(axis=-1)
     for way in ways.values():
         way.restart()

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from .compare import Row
 from .goals import SLACK, Verdict
+from .model import CACHES
 from .peers import PEERS
 
-FORMAT = 1  # of results.json; grows when a reader of the old one would go wrong
+FORMAT = 2  # of results.json; grows when a reader of the old one would go wrong
 
 
 def as_json(results: dict) -> dict:
@@ -171,14 +172,14 @@ def end_to_end(rows: Sequence[dict]) -> str:
         "attention",
         "bookkeeping",
         "network",
-        "paged over contiguous",
+        "paged is",
     )
     body = []
     for row in rows:
-        for name in ("paged", "contiguous"):
+        for name in ("paged", *CACHES):
             way = row[name]
             shares = [f"{way[part]:.0%}" for part in ("attention", "bookkeeping", "network")]
-            over = f"{row['speedup']:.2f}x" if name == "paged" else ""
+            over = "" if name == "paged" else f"{way['paged']:.2f}x as fast"
             speed = f"{way['tokens_per_second']:,.0f}"
             body.append((str(row["batch"]), row["mix"], name, speed, *shares, over))
     return table(head, body)

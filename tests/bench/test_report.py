@@ -49,7 +49,7 @@ def has(values, schema):
 def test_the_json_has_every_figure_in_its_type(results, tmp_path):
     report.write(results, [], tmp_path / "new" / "folder")
     read = json.loads((tmp_path / "new" / "folder" / "results.json").read_text("utf-8"))
-    assert read["format"] == 1
+    assert read["format"] == report.FORMAT
     assert {"processor", "blas_kernel"} <= read["machine"].keys()
     assert [row["peer"] for row in read["rows"]] == ["paged", "numpy-padded", "seed"]
     assert all(has(row, ROW) and set(row) == set(ROW) for row in read["rows"])
