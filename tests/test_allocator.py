@@ -1,5 +1,6 @@
 """The allocator alone: ids, owners and the queue of free blocks."""
 
+import itertools
 import pickle
 
 import numpy as np
@@ -106,6 +107,12 @@ def test_the_owners_of_no_block_cannot_be_asked(block):
         BlockAllocator(4).ref_count(block)
 
 
+def test_the_first_id_that_is_none_is_named():
+    allocator = BlockAllocator(4)
+    with refused(allocator, ValueError, "there is no block 4: it must be 0 … 3$"):
+        allocator.release([0, 4, 5])
+
+
 @pytest.mark.parametrize("number", [0, -1, 2.5, "4", True, None])
 def test_a_pool_needs_a_whole_number_of_blocks(number):
     with pytest.raises(ValueError, match=f"num_blocks must be a whole number of at least 1, got {number!r}"):
@@ -147,3 +154,17 @@ def test_every_call_is_one_event_with_its_blocks():
         ("release", {"released": [1, 0], "freed": [1]}, {"free": 2}),
         ("refuse", {}, {"requested": 3, "available": 2}),
     ]
+
+
+def test_an_event_says_how_long_its_call_took(monkeypatch):
+    events, clock = [], itertools.count(100)
+    monkeypatch.setattr("pagedkv.allocator.time.perf_counter", lambda: next(clock))
+    BlockAllocator(4, observers=[events.append]).allocate()
+    assert [event.seconds for event in events] == [1]
+
+
+def test_a_broken_observer_is_reported_where_the_call_stands():
+    allocator = BlockAllocator(4, observers=[lambda event: event.nothing])
+    with pytest.warns(RuntimeWarning, match="failed on 'allocate': AttributeError") as caught:
+        allocator.allocate()
+    assert caught[0].filename == __file__ and allocator.num_free == 3

@@ -17,6 +17,9 @@ def test_sizes_are_whole_numbers_of_at_least_one(name, number):
 def test_more_slots_than_int32_can_number_are_refused_before_they_are_made():
     with pytest.raises(ValueError, match="exceed the 2\\*\\*31 slots"):
         BlockManager(2**40, 16)
+    with pytest.raises(ValueError, match="2049 blocks of 1048576 exceed"):
+        BlockManager(2049, 2**20)
+    assert BlockManager(2048, 2**20).num_free == 2048
 
 
 def test_ids_are_given_or_counted_and_never_counted_twice():
@@ -107,9 +110,26 @@ def test_a_batch_mixes_prefill_and_decode_all_or_nothing():
     assert reservation.seq_ids == ("b", "a")
     assert reservation.start.tolist() == [0, 3] and reservation.counts.tolist() == [9, 1]
     assert model.table("b") == [1, 2, 3] and reservation.slots.tolist() == [*range(4, 13), 3]
+    assert reservation.versions.tolist() == model.pool.versions(["b", "a"]).tolist()
     with refused(model.pool) as caught:
         model.append(["a", "b"], [1, 4])  # 1 + 1 blocks, 1 is free
     assert (caught.value.requested, caught.value.available) == (2, 1)
+
+
+@pytest.mark.parametrize("counts", [[1, 1], [1, 2], [2, 2], [0, 1], [2, 0]])
+def test_numbers_of_tokens_may_be_an_array(counts):
+    manager = BlockManager(4, 4)
+    for seq in "ab":
+        manager.add(seq), manager.extend(seq, 3)
+    assert manager.extend(["a", "b"], np.array(counts)).counts.tolist() == counts
+    assert manager.lengths(["a", "b"]).tolist() == [3 + counts[0], 3 + counts[1]]
+
+
+def test_a_question_may_name_a_sequence_twice():
+    manager = BlockManager(4, 4)
+    manager.add("a"), manager.extend("a", 3)
+    assert manager.lengths(["a", "a"]).tolist() == [3, 3]
+    assert manager.block_tables(["a", "a"]).tolist() == [[0], [0]]
 
 
 def test_max_length_is_the_last_position_not_rounded_to_a_block():
@@ -165,11 +185,20 @@ def test_a_step_of_decoding_is_granted_as_any_growth():
     assert reservation.versions.tolist() == model.pool.versions(["b", "a"]).tolist()
 
 
-def test_a_full_last_block_is_not_copied():
+@pytest.mark.parametrize("tokens", [1, 2])
+def test_a_full_last_block_is_not_copied(tokens):
     model = ManagerModel(4, 4)
     model.alloc(4, "a")
     model.fork("a", ["b"])
-    assert len(model.append(["a", "b"]).copies) == 0
+    assert len(model.append(["a", "b"], tokens).copies) == 0
+
+
+def test_who_writes_nothing_copies_nothing():
+    model = ManagerModel(4, 4)
+    model.alloc(3, "a")
+    model.fork("a", ["b"])
+    assert model.append(["a", "b"], [0, 1]).copies.tolist() == [[0, 1, 3]]
+    assert (model.table("a"), model.table("b")) == ([0], [1])
 
 
 def test_reorder_takes_references_before_it_drops_any():

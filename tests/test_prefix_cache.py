@@ -264,6 +264,7 @@ def test_none_is_what_the_prompt_still_lacks():
     manager.extend("a", 2)
     reservation = manager.extend(["a", "b", "c"], [None, None, 1])
     assert reservation.counts.tolist() == [5, 5, 1]
+    assert manager.extend(manager.add(tokens=[7]), None).counts.tolist() == [1]
     for call in (lambda: manager.extend("a", None), lambda: manager.extend(["a", "c"], None)):
         with refused(manager, ValueError, "num_tokens"):
             call()
@@ -328,6 +329,18 @@ def test_two_prompts_of_one_step_revive_a_block_once():
     manager.extend(["b", "c"], None)
     assert manager.block_tables(["b", "c"]).tolist() == [[0, 1, 2], [0, 1, 3]] and manager.num_free == 4
     assert (manager.prefix_stats.queries, manager.prefix_stats.hits) == (27, 16)
+    check_invariants(manager)
+
+
+def test_a_last_block_that_a_prompt_of_the_same_step_finds_is_copied():
+    manager = BlockManager(8, 4, prefix_cache=True)
+    manager.add("a", tokens=range(8)), manager.extend("a", None), manager.commit("a")
+    manager.fork("a", ["b"]), manager.truncate("b", 6), manager.free("a")
+    manager.add("c", tokens=range(9))
+    assert manager.is_cached([1]).all() and manager.extend(["b", "c"], [1, None]).copies.tolist() == [
+        [1, 2, 2]
+    ]
+    assert manager.block_tables(["b", "c"]).tolist() == [[0, 2, -1], [0, 1, 3]]
     check_invariants(manager)
 
 
