@@ -37,10 +37,10 @@ class SharedCache(PagedKVCache):
     layer `write(layer, work.reservation, k[work.lacking], …)` and `attend(layer, …)`; then `commit`, which makes the
     filled pages known on this machine and puts them into the store for the others.
 
-    Nothing is written once the worker's lease may be over, by its own clock. That is asked just before: a process that
-    is stopped between the question and the end of the copy, for longer than the lease and a reaper's `grace`, writes
-    into a block that is another's by then, and no checksum guards a page in memory. A lease much longer than any pause
-    keeps that away.
+    Nothing is written once the worker's lease may be over, by its own clock. That is asked just before: a process
+    that is stopped between the question and the end of the copy, for longer than the lease and a reaper's `grace`,
+    writes into a block that is another's by then, and no checksum guards a page in memory. A lease much longer than
+    any pause keeps that away.
 
     Args: manager: of the pool; storage: the pages on this machine; store: where pages travel between machines; one
         that cannot be used costs time, never a text.
