@@ -298,9 +298,10 @@ class RedisBlockManager(BlockManager):
         """Mirror the usual step of decoding: a token for each sequence, and these blocks for those that need one."""
         start = self.tables.length(rows)
         entry, offset = np.divmod(start, self.block_size)  # [batch]
-        growing = (offset == 0).nonzero()[0]  # places in the batch
+        growing = (offset == 0).nonzero()[0] if len(new) else slice(0)  # places in the batch
         self.tables.step(rows, rows[growing], entry[growing], new)
-        slots = (self.tables.at(rows, entry) * self.block_size + offset).astype(np.int32)
+        slots = self.tables.at(rows, entry) * self.block_size  # int32
+        slots += offset
         tokens = np.ones(len(ids), np.int64)
         if self.observers:
             self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, NO_BLOCKS, free)
