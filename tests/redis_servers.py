@@ -15,10 +15,20 @@ REAL = shutil.which("redis-server") is not None
 KINDS = ["fake", "real"] if STRESS else ["real" if REAL else "fake"]
 
 
-def free_port():
+def free_port(port=0):
+    """This port, or any; OSError if it is taken."""
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
+        probe.bind(("127.0.0.1", port))
         return probe.getsockname()[1]
+
+
+def free_cluster_port():
+    """A port that leaves room for the bus of a cluster, 10000 above."""
+    while True:
+        port = free_port()
+        with contextlib.suppress(OSError, OverflowError):
+            free_port(port + 10000)
+            return port
 
 
 def started(folder, *options, port=None):

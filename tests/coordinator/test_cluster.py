@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from needs import need_module
 from pool_workers import SIZES, all_calls
-from redis_servers import free_port, new_pool, real_server, started, wait_for
+from redis_servers import free_cluster_port, free_port, new_pool, real_server, started, wait_for
 from saved import wall
 from server_state import expire, state_of
 
@@ -25,9 +25,8 @@ class Cluster:
         need_module("redis", "redis")
         self.ports, self.clients = [], []
         for n in range(NODES):
-            port = next(port for port in iter(free_port, None) if port < 55000)  # the bus takes port + 10000
             options = ["--cluster-enabled", "yes", "--requirepass", "right"]
-            process, _ = started(folder / str(n), *options, port=port)
+            process, port = started(folder / str(n), *options, port=free_cluster_port())
             stack.callback(process.wait)
             stack.callback(process.kill)
             self.ports.append(port)
