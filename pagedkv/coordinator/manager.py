@@ -12,7 +12,7 @@ import numpy as np
 
 from ..allocator import Observer, whole_number, whole_numbers
 from ..block_table import NOTHING, SeqId, as_ids
-from ..manager import MAX_SLOTS, NO_BLOCKS, NO_COPIES, BlockManager, Reservation
+from ..manager import MAX_SLOTS, NO_BLOCKS, NO_COPIES, BlockManager, Reservation, _is_step
 from ..prefix_cache import Commit
 from ..snapshot import Snapshot
 from .connection import Scripts, sections_of
@@ -465,9 +465,12 @@ class RedisBlockManager(BlockManager):
         """The arguments of extend.lua behind its first."""
         start, limit = self.tables.length(rows), self.tables.max_length
         first = [self.block_size, b"" if limit is None else limit]
-        tokens, keys = self._counts(ids, start, num_tokens), map(_key_of, ids)
-        if np.count_nonzero(start) == np.count_nonzero(tokens == 1) == len(ids) > 0:
+        keys = map(_key_of, ids)
+        if np.count_nonzero(start) == len(ids) > 0 and (
+            _is_step(num_tokens, len(ids)) or (self._counts(ids, start, num_tokens) == 1).all()
+        ):
             return [*first, b"1", b"", *keys]
+        tokens = self._counts(ids, start, num_tokens)
         prompts = np.zeros(len(ids), np.int64)
         digests = []
         for i in (start == 0).nonzero()[0].tolist():
