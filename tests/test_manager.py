@@ -123,6 +123,7 @@ def test_numbers_of_tokens_may_be_an_array(counts):
         manager.add(seq), manager.extend(seq, 3)
     assert manager.extend(["a", "b"], np.array(counts)).counts.tolist() == counts
     assert manager.lengths(["a", "b"]).tolist() == [3 + counts[0], 3 + counts[1]]
+    assert manager.extend(["a", "b"], np.int64(2)).counts.tolist() == [2, 2]
 
 
 def test_a_question_may_name_a_sequence_twice():
@@ -363,6 +364,8 @@ def test_every_call_is_one_event_refusals_included():
     manager.restore(taken)
     manager.extend("b", 8)
     with pytest.raises(PoolExhausted):
+        manager.extend("b")
+    with pytest.raises(PoolExhausted):
         manager.restore(snapshot(seq_ids=("c", "d")))
     assert told(events) == [
         ("add", ("a",), {}, {}),
@@ -376,6 +379,7 @@ def test_every_call_is_one_event_refusals_included():
         ("free", ("b",), {"freed": [0]}, {"free": 3}),
         ("restore", ("b",), {"new": [0]}, {"free": 2}),
         ("extend", ("b",), {"new": [2, 3], "copies": []}, {"tokens": 8, "free": 0}),
+        ("refuse", ("b",), {}, {"requested": 1, "available": 0}),
         ("refuse", ("c", "d"), {}, {"requested": 3, "available": 0}),
     ]
     assert all(event.seconds >= 0 for event in events)

@@ -275,6 +275,13 @@ def test_a_prompt_that_has_begun_finds_nothing_more():
     assert manager.match("a") == 0
 
 
+def test_a_first_step_of_one_token_attaches_what_is_cached_too():
+    manager = committed()
+    manager.add("c", tokens=[1, 2, 3, 4, 5, 6])
+    assert manager.extend(["a", "c"]).start.tolist() == [6, 4]
+    assert manager.prefix_stats.total_hits == 4
+
+
 def test_a_first_step_of_two_tokens_is_too_long_for_a_prompt_of_one():
     manager = BlockManager(4, 4)
     manager.add("a", tokens=[7])
