@@ -119,6 +119,18 @@ def test_a_prompt_that_is_none_is_refused(prompt, says):
         manager.add("a", **prompt)
 
 
+@pytest.mark.parametrize("namespace", [{}, {"namespace": "model"}])
+def test_digests_begin_with_all_that_keys_and_values_depend_on(namespace):
+    """Every process must begin alike, or nothing is found in a store that several of them share."""
+    manager = BlockManager(8, 4, **namespace)
+    manager.add("a"), manager.add("b", cache_salt="x"), manager.add("c", cache_salt="x", adapter="y")
+    expected = [
+        root_link(4, **namespace, **who)
+        for who in ({}, {"cache_salt": "x"}, {"cache_salt": "x", "adapter": "y"})
+    ]
+    assert [root.tobytes() for root in manager.snapshot().roots] == [root.digest for root in expected]
+
+
 @pytest.mark.parametrize("namespace", [None, 7, ["m"]])
 def test_a_namespace_is_a_name(namespace):
     with pytest.raises(ValueError, match="namespace must be str or bytes"):
