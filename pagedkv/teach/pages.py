@@ -28,7 +28,7 @@ MOST_OWNERS = 8  # names at one block
 MOST_BOXES = 64  # larger pools are summed up in numbers
 MOST_SEQUENCES = 20
 MOST_POSITIONS = 96
-BOXES_A_ROW = 8
+BOXES_A_ROW = 8  # half as many where they hold pieces of words
 LONGEST_PIECE = 24  # letters of a token that is a piece of a word
 WIDEST_BLOCK = 8  # longer blocks are written in several lines, or as "11/16" where letters are not known
 
@@ -178,6 +178,11 @@ class Strip:
             f"{used} in use{shared}, {self.num_free} free{sequences}"
         )
 
+    @property
+    def _boxes_a_row(self) -> int:
+        widest = max((len(line) for box in self.boxes for line in box.lines), default=0)
+        return BOXES_A_ROW if widest <= WIDEST_BLOCK else BOXES_A_ROW // 2
+
     def noted(self, notes: Mapping[int, str], caption: str | None = None) -> "Strip":
         """The same strip with a note under some blocks, such as {3: "new"}."""
         boxes = tuple(replace(box, note=notes.get(box.block, "")) for box in self.boxes)
@@ -195,7 +200,7 @@ class Strip:
             )
             for b in self.boxes
         ]
-        rows = [" | ".join(row) for row in _rows(boxes, BOXES_A_ROW)]
+        rows = [" | ".join(row) for row in _rows(boxes, self._boxes_a_row)]
         return "\n".join([*lines, *rows]) + f"   free {self.num_free}"
 
     def _repr_html_(self) -> str:
@@ -214,7 +219,7 @@ class Strip:
                 _row([_cell(str(number), _NUMBER) for number in numbers.values()]),
             )
         rows = []
-        for boxes in _rows(self.boxes, BOXES_A_ROW):
+        for boxes in _rows(self.boxes, self._boxes_a_row):
             rows.append(_row([_head("block", "row"), *(_head(str(b.block), "col", _ID) for b in boxes)]))
             if self.block_size:
                 rows.append(_row([_head("letters", "row"), *map(_letters_cell, boxes)]))

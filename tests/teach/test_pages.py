@@ -161,6 +161,14 @@ def test_every_block_size_and_text_form_on_both_sides(size):
     assert f"1 {wanted} a" in repr(manager)
 
 
+def test_pieces_of_words_get_half_as_many_boxes_a_row():
+    manager, letters = BlockManager(9, 2), pages.Letters(9, 2)
+    manager.add("a")
+    letters.write(manager.extend("a", 2).slots, [" assistant", " named"])
+    assert repr(pages.strip(manager, letters)).count("\n") == 2
+    assert [row[0][2] for row in table(pages.strip(manager, letters)).rows].count("block") == 3
+
+
 def test_a_large_pool_is_summed_up():
     manager = BlockManager(5000, 16)
     manager.add("a")
