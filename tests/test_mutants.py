@@ -55,6 +55,13 @@ def reason_for(diff):
         ("order = np.array(queue, np.int32)", "order = np.array(queue, None)", "same numbers"),
         ('tokens = _one_each("tokens", tokens, ids)', 'tokens = _one_each("TOKENS", tokens, ids)', "wording"),
         ("if needed > free:", "if needed >= free:", None),
+        (
+            "[n for n in zip(x, y, strict=True) if n > 0]",
+            "[n for n in zip(x, y, strict=True) if n >= 0]",
+            None,
+        ),
+        ('n = whole_number("n", n, minimum=1)', 'n = whole_number("n", n, )', None),
+        ('told = {"new": new}', 'told = {"XXnewXX": new}', None),
     ],
 )
 def test_a_survivor_is_judged_by_the_lines_that_changed(before, after, why):
