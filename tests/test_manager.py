@@ -134,7 +134,7 @@ def test_a_question_may_name_a_sequence_twice():
 
 
 def test_max_length_is_the_last_position_not_rounded_to_a_block():
-    model = ManagerModel(8, 4, max_length=10)
+    model = ManagerModel(9, 4, max_length=10)
     model.alloc(9, "a")
     model.append("a")
     with refused(model.pool, ValueError, "sequence 'a' would hold 11 tokens, max_length is 10"):
@@ -142,7 +142,8 @@ def test_max_length_is_the_last_position_not_rounded_to_a_block():
     assert model.table("a") == [0, 1, 2]
     model.alloc(9, "b"), model.alloc(8, "c")
     with refused(model.pool, ValueError, "sequence 'b' would hold 11 tokens"):
-        model.append(["c", "b"], 2)  # the first would fill it just so
+        model.append(["c", "b"], 2)
+    assert len(model.append("c", 2).slots) == 2, "the last position can be had"
 
 
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
