@@ -29,7 +29,7 @@ class Event:
 
     kind: str  # the method's name, or "refuse"
     seq_ids: tuple = ()
-    blocks: dict[str, np.ndarray] = field(default_factory=dict)  # role ("new", "freed", …) -> whole numbers: ids
+    blocks: dict[str, np.ndarray] = field(default_factory=dict)  # role ("new", "freed", …) -> ids
     counts: dict[str, int] = field(default_factory=dict)
     seconds: float = 0.0
 
