@@ -1,7 +1,7 @@
 """The figures that lesson 12 reads, measured anew: `OPENBLAS_CORETYPE=Haswell python tests/measure_stored.py`.
 
-Writes pagedkv/teach/measured.json, in four digits and without the machine's own version numbers. Takes some ten
-minutes on a machine that does nothing else. Afterwards `make notebooks`, and read lesson 12's sentences about them.
+Writes pagedkv/teach/measured.json, in four digits. Takes two minutes, on a machine that does
+nothing else. Afterwards `make notebooks`, and read lesson 12's sentences about them.
 """
 
 import json
