@@ -17,7 +17,10 @@ def aligned_zeros(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
     """An array of zeros that begins at a multiple of ALIGNMENT, which NumPy does not promise."""
     dtype = np.dtype(dtype)
     size = dtype.itemsize * math.prod(shape)
-    memory = np.zeros(size + ALIGNMENT, np.uint8)
+    try:
+        memory = np.zeros(size + ALIGNMENT, np.uint8)
+    except (MemoryError, ValueError):  # ValueError: more than an address can say
+        raise MemoryError(f"no memory for an array of shape {shape}, {dtype}: {size:,} bytes") from None
     start = -memory.ctypes.data % ALIGNMENT
     return memory[start : start + size].view(dtype).reshape(shape)
 

@@ -53,6 +53,12 @@ def test_pages_and_the_memory_they_are_copied_to_begin_at_a_multiple_of_64_bytes
         assert [array.ctypes.data % 64 for array in arrays] == [0] * len(arrays)
 
 
+@pytest.mark.parametrize("num_blocks", [10**9, 10**16])
+def test_a_pool_that_does_not_fit_into_memory_is_refused_with_its_shape(num_blocks):
+    with pytest.raises(MemoryError, match=f"no memory.*{num_blocks}, 16, 8, 128"):
+        KVStorage(80, num_blocks, 16, 8, 128)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block_size", [1, 2, 4, 16])
 def test_what_is_written_is_read_in_any_order(block_size, dtype):

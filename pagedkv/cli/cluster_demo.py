@@ -300,9 +300,10 @@ def watch(cluster: Cluster, requests: list[TextRequest], kills: int) -> dict[str
         victim = max(rows, key=lambda row: len(row.texts) * (row.name in cluster.alive))
         if len(cluster.killed) < kills and in_the_middle(victim, lengths):
             cluster.kill(victim.name)
+            left = next(row for row in cluster.picture()[0] if row.name == victim.name)  # it wrote until then
             screen.say(
-                f"{victim.name} is killed (signal 9, pid {victim.pid}) with {' '.join(victim.texts)} on "
-                f"{victim.blocks} blocks; its lease of {cluster.options.lease:g} s runs on"
+                f"{left.name} is killed (signal 9, pid {left.pid}) with {' '.join(left.texts) or 'nothing'} on "
+                f"{left.blocks} blocks; its lease of {cluster.options.lease:g} s runs on"
             )
         elif not cluster.alive and not cluster.queue.done:
             raise CoordinatorError(f"no worker is left; {cluster.last_words()}")

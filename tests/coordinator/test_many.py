@@ -11,7 +11,7 @@ from redis_servers import new_pool, servers  # noqa: F401  a fixture
 from pagedkv.coordinator import RedisBlockManager
 from pagedkv.coordinator.connection import connect
 
-OPERATIONS, BLOCKS, STOPS = 2000 if STRESS else 200, 40, 20
+OPERATIONS, BLOCKS, STOPS = 2000 if STRESS else 400, 40, 20
 
 
 def test_four_processes_work_on_one_pool(servers, tmp_path):  # noqa: F811
@@ -32,7 +32,7 @@ def test_four_processes_work_on_one_pool(servers, tmp_path):  # noqa: F811
         stops += 1
         if not any(p.process.is_alive() for p in processes):
             break
-        time.sleep(0.02)
+        time.sleep(0.01)
     assert [p.join() for p in processes] == [0] * 4
     diaries = [p.lines() for p in processes]
     assert all("end" in [line["kind"] for line in lines] for lines in diaries), (
