@@ -632,9 +632,9 @@ class BlockManager(Observed):
         filled = plan.start[places] % self.block_size
         return np.column_stack([sources, destinations, filled]).astype(np.int32), taken[~is_copy]
 
-    def _tell_growth(self, started, ids, tokens, new, copies, attached, evicted) -> None:
+    def _tell_growth(self, started, ids, tokens, new, copies, attached, evicted, free=None) -> None:
         blocks = {"new": new, "copies": copies}
-        counts = {"tokens": int(tokens.sum()), "free": self.num_free}
+        counts = {"tokens": int(tokens.sum()), "free": self.num_free if free is None else free}
         if self.prefix_cache:
             blocks |= {"hits": attached, "evicted": evicted}
             counts["hit_tokens"] = len(attached) * self.block_size

@@ -194,10 +194,8 @@ class Laid:
         self.rows = task.rows if task.split is None else task.split.rows
         by_member = all(piece.each for piece in task.pieces)
 
-        def room(
-            name: str, members: int, rows: int, last: int
-        ) -> np.ndarray:  # [kv_heads, members, rows, last]
-            """Heads stand apart where members are multiplied together, else each member's side by side."""
+        def room(name: str, members: int, rows: int, last: int) -> np.ndarray:
+            """[kv_heads, members, rows, last]: heads apart if members are multiplied together, else side by side."""
             if by_member:
                 return workspace.array(name, (members, kv, rows, last)).swapaxes(0, 1)
             return workspace.array(name, (kv, members, rows, last))
@@ -262,9 +260,8 @@ class Laid:
                 np.tanh(scores, out=scores)
                 scores *= soft_cap
             if self.maskable is not None:
-                np.copyto(
-                    self.maskable, -np.inf, where=self.task.hidden
-                )  # a select: adding to NaN would keep it
+                hidden = self.task.hidden
+                np.copyto(self.maskable, -np.inf, where=hidden)  # a select: adding to NaN would keep it
             total, peak = self._softmax(scores)
             if lse is not None:
                 self._log_sum_exp(total, peak, lse)
@@ -295,9 +292,8 @@ class Laid:
         What lies in holes has the weight 0, which does not help against NaN and infinity. They are rare, so holes are
         cleared when they were met.
         """
-        clear |= (
-            self.format.scales("values") is not None
-        )  # these go into the weights, so there is no second time
+        if self.format.scales("values") is not None:  # they go into the weights, so there is no second time
+            clear = True
         if not self.at_once:
             self.out[...] = 0
         for gather in self.gathers:

@@ -77,11 +77,10 @@ def test_nine_in_ten_mutants_are_killed(tmp_path):
     shutil.copytree(ROOT, tree, ignore=kept_out)
     with (tree / "pyproject.toml").open("a", encoding="utf-8") as settings:
         settings.write(SETTINGS)
-    (
-        tree / "mutants"
-    ).mkdir()  # where it writes them: a path that is not there yet would never be looked into
+    mutants = tree / "mutants"
+    mutants.mkdir()  # it writes there, and a path that did not exist would never be looked into
     environment = {name: value for name, value in os.environ.items() if name != "PAGEDKV_STRESS"}
-    environment |= {"PYTHONPATH": str(tree / "mutants"), "OPENBLAS_NUM_THREADS": "1"}
+    environment |= {"PYTHONPATH": str(mutants), "OPENBLAS_NUM_THREADS": "1"}
 
     def mutmut(*arguments):
         command = [sys.executable, "-m", "mutmut", *arguments]

@@ -291,7 +291,7 @@ class RedisBlockManager(BlockManager):
         if prompts:
             self.prefix_stats.observe(len(prompts), sum(prompts), len(hits) * size)
         if self.observers:
-            self._tell_growth(started, ids, tokens, new, copies, hits, evicted, free)
+            self._tell_growth(started, ids, tokens, new, copies, hits, evicted, int(free[0]))
         return Reservation(ids, start, tokens, slots, copies, self.tables.version(rows))
 
     def _stepped(self, started, ids, rows, new: np.ndarray, free=None) -> Reservation:
@@ -304,15 +304,8 @@ class RedisBlockManager(BlockManager):
         slots += offset
         tokens = np.ones(len(ids), np.int64)
         if self.observers:
-            self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, NO_BLOCKS, free)
+            self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, NO_BLOCKS, int(free[0]))
         return Reservation(ids, start, tokens, slots, NO_COPIES, self.tables.version(rows))
-
-    def _tell_growth(self, started, ids, tokens, new, copies, hits, evicted, free) -> None:
-        told, counts = {"new": new, "copies": copies}, {"tokens": int(tokens.sum()), "free": int(free[0])}
-        if self.prefix_cache:
-            told |= {"hits": hits, "evicted": evicted}
-            counts["hit_tokens"] = len(hits) * self.block_size
-        self._tell("extend", started, ids, told, **counts)
 
     def _check_contents(self, ids: Sequence[SeqId], plans: list[Commit], places: list[list[int]]) -> None:
         """Part of commit: the server checks the new full blocks of all sequences, and lets them be found."""
