@@ -14,6 +14,8 @@ NOTHING = -1  # an entry without a block: padding, or a block that a sliding win
 
 def as_ids(seq_ids: SeqId | Iterable[SeqId]) -> tuple[SeqId, ...]:
     """One sequence id or several, as a tuple."""
+    if type(seq_ids) is tuple:
+        return seq_ids
     return tuple(seq_ids) if isinstance(seq_ids, Iterable) and not isinstance(seq_ids, str) else (seq_ids,)
 
 
@@ -68,7 +70,12 @@ class BlockTables:
         )  # [rows, entries]; one more than the longest row needs
         self._lengths = np.zeros(0, np.int64)  # [rows]
         self._versions = np.zeros(0, np.int64)  # [rows]
-        self._changes = 0
+        self.changes = 0  # of all sequences, so far
+        self.stepped = None  # the rows of the last one, if that was a step for each of them
+        self._last_versions = (
+            None,
+            None,
+        )  # the rows that were asked for, and the answer, until something changes
 
     def __contains__(self, seq_id: SeqId) -> bool:
         return seq_id in self._row_of
@@ -110,8 +117,13 @@ class BlockTables:
         return self._lengths[rows]
 
     def version(self, rows: np.ndarray) -> np.ndarray:
-        """Versions per row: int64 [batch]."""
-        return self._versions[rows]
+        """Versions per row: int64 [batch], read only, and the same array until something changes."""
+        asked, versions = self._last_versions
+        if asked is not rows:
+            versions = self._versions[rows]
+            versions.flags.writeable = False
+            self._last_versions = rows, versions
+        return versions
 
     def num_entries(self, rows: np.ndarray) -> np.ndarray:
         """Table entries per row, ceil(length / block_size): int64 [batch]."""
@@ -212,6 +224,7 @@ class BlockTables:
             self._entries[growing, at] = blocks
         self._lengths[rows] += 1
         self._touch(rows)
+        self.stepped = rows
 
     def drop(self, row: int, entries: int) -> np.ndarray:
         """Empty the first `entries` entries of a row; returns the blocks that stood there."""
@@ -234,8 +247,13 @@ class BlockTables:
             raise KeyError(f"no sequence {seq_id!r}: never added, or freed already") from None
 
     def _touch(self, rows: np.ndarray | list[int] | int) -> None:
-        self._changes += 1
-        self._versions[rows] = self._changes
+        self.changes += 1
+        self.stepped, self._last_versions = None, (None, None)
+        self._versions[rows] = self._version()
+
+    def _version(self) -> int:
+        """Of what has just been changed: a number that was never one before."""
+        return self.changes
 
     def _add_rows(self) -> None:
         rows, entries = self._entries.shape

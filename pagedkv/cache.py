@@ -72,7 +72,12 @@ class PagedKVCache:
                 f"(num_blocks, block_size) is {num_blocks, block_size}, of manager {pool}, of storage {kept}"
             )
         self._lock = threading.RLock()
-        self._last_plan = None, None  # what it was asked for, and the plan
+        self._last_plan = (
+            None,
+            None,
+            0,
+        )  # what it was asked for, the plan, and how many changes there had been
+        self._last_step: Reservation | None = None  # the reservation that was granted last
 
     def __repr__(self) -> str:
         from .teach import pages  # only here: a drawing needs what stands above the engine
@@ -137,6 +142,7 @@ class PagedKVCache:
                 self.storage.poison([*(first_slots // self.block_size), *reservation.copies[:, 1]])
             if len(reservation.copies):
                 self.storage.copy_blocks(reservation.copies)
+            self._last_step = reservation
             return reservation
 
     def truncate(self, seq_id: SeqId, length: int) -> np.ndarray:
@@ -216,6 +222,9 @@ class PagedKVCache:
 
     def _put(self, layer: int | slice, reservation: Reservation, encoded: dict[str, np.ndarray]) -> None:
         """Store what was encoded: prompts by whole blocks, other tokens one by one."""
+        if len(reservation.slots) < MANY_BLOCKS * self.block_size:
+            self.storage.put(layer, reservation.places, encoded)
+            return
         whole, rest = self._whole_blocks(reservation)
         lead = (slice(None),) if isinstance(layer, slice) else ()
         for tokens in whole:
@@ -224,13 +233,11 @@ class PagedKVCache:
             self.storage.put_blocks(layer, blocks, part)
         if whole:
             encoded = {name: stored[(*lead, rest)] for name, stored in encoded.items()}
-        self.storage.put(layer, reservation.slots[rest], encoded)
+        self.storage.put(layer, reservation.places[rest], encoded)
 
-    def _whole_blocks(self, reservation: Reservation) -> tuple[list[slice], slice | np.ndarray]:
+    def _whole_blocks(self, reservation: Reservation) -> tuple[list[slice], np.ndarray]:
         """The tokens of each long chunk that fill whole blocks, and all the other tokens."""
         size, counts = self.block_size, reservation.counts
-        if len(reservation.slots) < MANY_BLOCKS * size:
-            return [], slice(None)
         whole, rest = [], np.ones(len(reservation.slots), bool)
         ends = np.cumsum(counts)
         for i in np.flatnonzero(counts >= MANY_BLOCKS * size).tolist():
@@ -278,14 +285,31 @@ class PagedKVCache:
             threads,
         )
         with self._lock:
-            tables, lengths, versions = manager.block_tables(ids), manager.lengths(ids), manager.versions(ids)
-            kept, plan = self._last_plan
-            stale = kept == kind and np.count_nonzero(plan.versions != versions)
-            plan = plan.next(tables, lengths, versions) if stale else None
+            versions, tables, step = manager.versions(ids), manager.tables, self._last_step
+            kept, plan, changes = self._last_plan
+            if kept != kind:
+                plan = None
+            elif plan.versions is versions:
+                pass
+            elif (
+                tables.changes == changes + 1
+                and tables.stepped is tables.rows(ids)
+                and step.versions is versions  # as long as it was granted by this cache
+            ):
+                plan = plan.next(step)
+            elif np.count_nonzero(plan.versions != versions):
+                plan = None
             if plan is None:
                 whose = {"seq_ids": ids, "versions": versions}
-                plan = AttentionPlan(tables, lengths, manager.block_size, num_queries, **how, **whose)
-            self._last_plan = kind, plan
+                plan = AttentionPlan(
+                    manager.block_tables(ids),
+                    manager.lengths(ids),
+                    manager.block_size,
+                    num_queries,
+                    **how,
+                    **whose,
+                )
+            self._last_plan = kind, plan, tables.changes
             return plan
 
     def attend(
@@ -314,8 +338,11 @@ class PagedKVCache:
         """StalePlan unless the sequences still have these versions."""
         try:
             with self._lock:
-                changed = self.manager.versions(seq_ids) != versions
+                current = self.manager.versions(seq_ids)
         except KeyError as error:
             raise StalePlan(error.args[0]) from None
+        if current is versions:
+            return
+        changed = current != versions
         if np.count_nonzero(changed):
             raise StalePlan(f"sequence {seq_ids[changed.argmax()]!r} changed after this was planned")

@@ -1,6 +1,7 @@
 """The batched kernel: planned once per step, run once per layer."""
 
 import contextlib
+import itertools
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -11,17 +12,17 @@ from numpy.typing import ArrayLike
 
 from .allocator import whole_number
 from .attention import check_batch, check_block, check_rows, check_shapes, checked_options
+from .block_table import NOTHING, ragged
+from .manager import Reservation
 from .storage import KVStorage, as_floats
-from .tiles import FEW, PRODUCT, TILE, VECTOR, Laid, Piece, Shape, Split, Task, Workspace
+from .tiles import FEW, PRODUCT, TILE, VECTOR, Laid, Piece, Run, Segments, Shape, Task, Workspace
 
 CHUNK = 1 << 19  # numbers that one call gathers: 2 MB in float32, so that they stay in a cache
 SHORT = (
     1 << 17
 )  # numbers up to which a sequence is gathered with others; longer ones pay for calls of their own
-PART = (
-    128  # keys of a part: short sequences are cut into parts of one length, half of it where keys are small
-)
-PARTS = 1 << 18  # numbers of all parts that one call gathers
+UNIT = 64  # keys: short sequences are read up to a multiple, so that many have equally many
+TOGETHER = 1 << 17  # numbers of short sequences that one call gathers, about
 MOST_ASKED = 32  # queries of a short sequence
 SCORES = 1 << 17  # of a task, per query head; more queries are cut into several tasks
 MOST_QUERIES, LEAST_QUERIES = (
@@ -74,6 +75,7 @@ class AttentionPlan:
         self.lengths, self.num_queries, self.window = lengths, counts, window
         self.block_size = block_size
         self.seq_ids, self.versions = seq_ids, versions
+        self._decodes = window is None and not np.count_nonzero(counts != 1) and bool(lengths.all())
         self.total_queries = int(counts.sum())
         self.share = share
         self._batch = _Batch(tables, lengths, counts, block_size, window)
@@ -101,7 +103,8 @@ class AttentionPlan:
             [total_queries, num_q_heads].
         Raises: ValueError for shapes and options that do not fit, and for pages that the plan was not made for.
         """
-        query = as_floats("query", query).astype(np.float32, copy=False)
+        if type(query) is not np.ndarray or query.dtype != np.float32:
+            query = as_floats("query", query).astype(np.float32, copy=False)
         scale, soft_cap, kind, lanes, large = self._prepared(query, storage, scale, soft_cap)
         if self._highest >= storage.num_blocks:
             check_block(*self._batch.check_blocks(), storage.num_blocks)
@@ -142,34 +145,34 @@ class AttentionPlan:
         lanes, largest = self._lanes(storage)
         large = 2 * largest * shape.group * shape.head_dim > PRODUCT
         if len(lanes) > 1 and self.num_queries.min() * shape.group <= FEW:
-            large |= TILE * shape.head_dim >= VECTOR
+            large |= max(TILE, self.block_size) * shape.head_dim >= VECTOR
         self._ready[given] = scale, soft_cap, (shape, storage.dtype), lanes, large
         return self._ready[given]
 
-    def next(self, tables: np.ndarray, lengths: np.ndarray, versions: np.ndarray) -> "AttentionPlan | None":
-        """The plan of another step of the same sequences, if that is cut as this one was; else None.
+    def next(self, step: Reservation) -> "AttentionPlan | None":
+        """The plan of the next step of decoding, if that is cut as this one was; else None.
 
-        Short sequences are laid out in parts, and most steps change none of their numbers: then it takes over all
-        views and fills them anew. This plan, which is stale by then, has to lay out its own again if it is used.
+        Short sequences are read up to a full unit, and most steps stay within: then all views are taken over, and
+        a few numbers change. This plan, which is stale by then, has to lay out its own again if it is used.
 
-        Args: tables, lengths, versions: as they are now, of the sequences that this was made for.
+        Args: step: one more token for each sequence that this was made for, and nothing else has changed.
         """
-        parts = [task.parts for tasks in list(self._tasks.values()) for task in tasks]
-        if not parts or self.window is not None or np.count_nonzero(self.num_queries != 1):
-            return None
-        if not all(part is not None and part.suit(lengths) for part in parts):
-            return None
-        if self.share and len(set(tables[:, 0].tolist())) < len(tables):
+        grown = [task.blocks for tasks in self._tasks.values() for task in tasks]
+        if (
+            not self._decodes
+            or not grown
+            or not all(grown)
+            or not all(b.have_room(step.start) for b in grown)
+        ):
             return None
         batch, plan = _copy(self._batch), _copy(self)
-        batch.tables, batch.lengths, batch.first = tables.astype(np.int64), lengths, lengths - 1
-        plan._batch, plan.lengths, plan.versions = batch, lengths, versions
+        blocks = batch.grow(step)
+        plan._batch, plan.lengths, plan.versions = batch, batch.lengths, step.versions
         self._tasks, self._split, self._laid, self._ready = {}, {}, {}, {}
-        for part in parts:
-            part.fill(batch)
-        plan._highest = max(int(part.blocks.view(np.uintp).max()) for part in parts)
-        left_behind = plan._highest > HIDDEN  # −1 without its sign
-        return None if left_behind else plan
+        for some in grown:
+            some.grow(step.start, blocks)
+        plan._highest = max(plan._highest, int(blocks.max()))
+        return plan
 
     def tasks(self, storage: KVStorage) -> list[Task]:
         """How the batch is cut for pages of this shape."""
@@ -217,6 +220,16 @@ class _Batch:
         self.start = np.zeros_like(lengths)  # [batch]  the first key that one of them sees
         if window is not None:
             self.start = np.maximum(self.first - self.window + 1, 0)
+
+    def grow(self, step: Reservation) -> np.ndarray:
+        """One more token for each sequence; returns the blocks that these are in: int [batch]."""
+        entry, blocks = step.start // self.block_size, step.places // self.block_size
+        if entry.max() >= self.tables.shape[1]:
+            more = np.full((len(entry), UNIT), NOTHING)  # never seen before they are filled
+            self.tables = np.concatenate([self.tables, more], axis=1)
+        self.tables[np.arange(len(entry)), entry] = blocks  # behind what an earlier step of this batch sees
+        self.lengths, self.first = step.start + 1, step.start
+        return blocks
 
     def check_blocks(self) -> tuple[int, int, int]:
         """The highest visible block, its row and position; ValueError where a visible position has none."""
@@ -271,40 +284,43 @@ class _Batch:
         for block in range(start // size, -(-end // size), chunk):
             begin, stop = max(start, block * size), min(end, (block + chunk) * size)
             blocks = self.tables[row, block : -(-stop // size)]
-            pieces.append(
-                Piece(members, blocks[None], begin - block * size, stop - begin, column + begin - start)
-            )
+            run = Run(members, begin - block * size, stop - begin, column + begin - start)
+            pieces.append(Piece(blocks, (run,)))
         return tuple(pieces)
 
     def _side_by_side(self, rows: np.ndarray) -> list[Task]:
-        """Short sequences, cut into parts of one length: what is computed depends on a sequence's own parts only."""
+        """Short sequences, read together: what is computed for one depends on its own length only."""
         size, n = self.block_size, int(self.asked[rows[0]])
-        blocks = max(1, (PART if self.width > PART // 2 else PART // 2) // size)  # of a part
-        counts = -(-(-(-self.lengths[rows] // size) - self.start[rows] // size) // blocks)  # parts of each
-        order = counts.argsort(kind="stable")  # so that what has equally many stands side by side
-        rows, counts = rows[order], counts[order]
-        task_of = np.cumsum(counts) * blocks * size // min(SCORES // n, 4 * self.chunk)
+        unit = max(1, UNIT // size)  # blocks
+        begin = self.start[rows] // size
+        counts = -(-(-(-self.lengths[rows] // size) - begin) // unit) * unit  # blocks of each
+        order = counts.argsort(kind="stable")  # so that those with equally many stand side by side
+        rows, begin, counts = rows[order], begin[order], counts[order]
+        ends = np.cumsum(counts) * size
+        task_of = ends // min(SCORES // n, 4 * self.chunk)
         if task_of[-1] > task_of[0]:
             return [task for i in np.unique(task_of) for task in self._side_by_side(rows[task_of == i])]
-        first = np.cumsum(counts) - counts
-        whole = np.repeat(np.arange(len(rows)), counts)  # [parts]
-        of = rows[whole]
-        begin = self.start[of] // size + (np.arange(len(whole)) - first[whole]) * blocks
-        parts = _Parts(of, begin, blocks, self.short)
-        parts.fill(self)
-        pieces, many = [], max(1, PARTS // (self.width * blocks * size))
-        for i in range(0, len(whole), many):
-            part = slice(i, min(i + many, len(whole)))
-            pieces.append(parts.piece(part, part, 0))
-        ends = np.flatnonzero(np.diff(counts, append=0))  # the last sequence of each number of parts
-        equal, member, sequence = [], 0, 0
-        for end in (ends + 1).tolist():
-            members = member + (end - sequence) * int(counts[end - 1])
-            equal.append((slice(member, members), slice(sequence, end)))
-            member, sequence = members, end
-        split = Split(whole, first, tuple(equal), self._query_rows(rows))
-        hidden = parts.hidden
-        return [Task(self._query_rows(of), len(whole), n, blocks * size, tuple(pieces), hidden, split, parts)]
+        first = ends - counts * size  # [sequences]  columns
+        place, entries = ragged(begin, counts)
+        blocks = _Blocks(rows[place], entries, self)
+        blocks.belong_to(rows, first - begin * size, np.minimum((begin + counts) * size, self.short))
+        piece_of = first // max(1, TOGETHER // self.width)
+        new_piece = np.diff(piece_of, prepend=-1) > 0
+        edges = [*np.flatnonzero(new_piece | (np.diff(counts, prepend=-1) > 0)).tolist(), len(rows)]
+        pieces, runs = [], []
+        for i, end in itertools.pairwise(edges):
+            if new_piece[i]:
+                start, runs = int(first[i]), []
+            column = int(first[i])
+            runs.append(Run(slice(i, end), column - start, int(counts[i]) * size, column, True))
+            if end == len(rows) or new_piece[end]:
+                slots = slice(start, int(ends[end - 1]))
+                ids = blocks.ids[slots.start // size : slots.stop // size]
+                pieces.append(Piece(ids, tuple(runs), blocks.missing[slots]))
+        of = np.repeat(np.arange(len(rows)), counts // unit)
+        segments = Segments(first, unit * size, of)
+        width, hidden = int(ends[-1]), blocks.hidden
+        return [Task(self._query_rows(rows), len(rows), n, width, tuple(pieces), hidden, segments, blocks)]
 
     def _query_rows(self, rows: np.ndarray) -> slice | np.ndarray:
         return _as_slice((self.rows[rows, None] + np.arange(self.asked[rows[0]])).ravel())
@@ -387,10 +403,12 @@ class _Batch:
             many = max(1, self.chunk // max(1, blocks * size))
             for i in range(0, members if blocks else 0, many):
                 part = slice(i, min(i + many, members))
-                tails = _Parts(rows[part], own[part], blocks, self.short)
-                tails.fill(self)
-                pieces.append(tails.piece(slice(None), part, column))
-                positions[part, column:] = np.where(tails.missing, HIDDEN, tails.positions)
+                entries = own[part, None] + np.arange(blocks)  # [members, blocks]
+                tails = _Blocks(np.repeat(rows[part], blocks), entries.ravel(), self)
+                run = Run(part, 0, blocks * size, column, True)
+                pieces.append(Piece(tails.ids, (run,), tails.missing))
+                seen = np.where(tails.missing, HIDDEN, tails.positions.ravel())
+                positions[part, column:] = seen.reshape(len(entries), -1)
         else:
             for i, (row, begin) in enumerate(zip(rows.tolist(), (own * size).tolist(), strict=True)):
                 stop = int(self.lengths[row])
@@ -400,63 +418,43 @@ class _Batch:
         return Task(self._query_rows(rows), members, n, positions.shape[1], tuple(pieces), hidden)
 
 
-class _Parts:
-    """Runs of equally many blocks, each of one sequence: what of them changes from step to step.
+class _Blocks:
+    """Blocks that are read together: what of them changes from step to step.
 
-    Args: of: rows of the batch [runs]; begin: the first block of each [runs]; blocks: of a run; short: keys of a
-        sequence that may be cut into such runs.
+    Args: of: the row of the batch that each belongs to, row after row [blocks]; entries: which of its blocks it is,
+        counted from 0, and its last one again where it has no more [blocks]; batch.
     """
 
-    def __init__(self, of: np.ndarray, begin: np.ndarray, blocks: int, short: int):
-        self.of, self.begin, self.short = of[:, None], begin[:, None], short
-        self.entries = self.begin + np.arange(blocks)  # [runs, blocks]
-        self.blocks = np.empty(self.entries.shape, np.intp)
-        self.positions = self.missing = self.hidden = None
-
-    def fill(self, batch: _Batch) -> None:
-        """Find the blocks, and what of them holds keys that nobody may see."""
-        size, lengths = batch.block_size, batch.lengths[self.of]  # [runs, 1]
-        entries = np.minimum(self.entries, (lengths - 1) // size)  # its last one again: a hole
-        self.blocks[...] = batch.tables[self.of, entries]
-        if self.positions is None:
-            self._lay_out(batch)
-        np.greater_equal(self.positions, lengths, out=self.missing)
+    def __init__(self, of: np.ndarray, entries: np.ndarray, batch: "_Batch"):
+        size, lengths = batch.block_size, batch.lengths
+        self.ids = batch.tables[of, np.minimum(entries, ((lengths - 1) // size)[of])].astype(np.intp)
+        self.positions = entries[:, None] * size + np.arange(size)  # [blocks, block_size]
+        missing = self.positions >= lengths[of, None]
         if batch.window is not None:
-            self.missing |= self.positions < batch.start[self.of]
-        queries = self.hidden.shape[2]
-        if queries > 1 or batch.window is not None:  # else hidden is what is missing
-            asked = (batch.first[self.of] + np.arange(queries))[:, None, :, None]
-            keys = self.positions[:, None, None]
-            np.greater(keys, asked, out=self.hidden)
+            missing |= self.positions < batch.start[of, None]
+        self.missing = missing.reshape(-1)  # [slots]  keys that nobody may see
+        self.hidden = self.missing[None, None, None]  # [1, 1, queries, slots]
+        queries = int(batch.asked[of[0]])
+        if queries > 1:
+            asked = batch.first[of] + np.arange(queries)[:, None]  # [queries, blocks]
+            hidden = self.positions > asked[..., None]
             if batch.window is not None:
-                self.hidden |= keys <= asked - batch.window
+                hidden |= self.positions <= asked[..., None] - batch.window
+            self.hidden = hidden.reshape(1, 1, queries, -1)
 
-    def _lay_out(self, batch: _Batch) -> None:
-        runs, blocks = self.entries.shape
-        queries, tokens = int(batch.asked[self.of[0, 0]]), blocks * batch.block_size
-        self.positions = self.begin * batch.block_size + np.arange(tokens)  # [runs, tokens]
-        self.least = (batch.lengths - 1) // tokens * tokens + 1  # [batch]  tokens that need as many runs
-        self.span = np.clip(self.short + 1 - self.least, 0, tokens).astype(np.uint64)
-        self.missing = np.empty((runs, tokens), bool)
-        self.hidden = self.missing[:, None, None]  # [runs, 1, queries, tokens]
-        if queries > 1 or batch.window is not None:
-            self.hidden = np.empty((runs, 1, queries, tokens), bool)
+    def belong_to(self, rows: np.ndarray, offset: np.ndarray, room: np.ndarray) -> None:
+        """Tell rows of the batch, where their position 0 would be among the slots, and the first that has no slot."""
+        self.rows, self.offset, self.room = rows, offset, room
 
-    def piece(self, runs: slice, members: slice, column: int) -> Piece:
-        """Some of the runs, as what is gathered for these members."""
-        return Piece(
-            members,
-            self.blocks[runs],
-            0,
-            self.positions.shape[1],
-            column,
-            True,
-            self.missing[runs].reshape(-1),
-        )
+    def have_room(self, positions: np.ndarray) -> bool:
+        """Whether next tokens at these positions [batch] are read without reading more blocks."""
+        return not np.count_nonzero(positions[self.rows] >= self.room)
 
-    def suit(self, lengths: np.ndarray) -> bool:
-        """Whether sequences of these lengths are cut into the same runs as those that these were laid out for."""
-        return np.count_nonzero((lengths - self.least).view(np.uint64) < self.span) == len(lengths)
+    def grow(self, positions: np.ndarray, blocks: np.ndarray) -> None:
+        """Read one more token of each row: those of the batch have these positions, in these blocks [batch]."""
+        slots = self.offset + positions[self.rows]
+        self.missing[slots] = False
+        self.ids[slots // self.positions.shape[1]] = blocks[self.rows]
 
 
 def _as_slice(indices: np.ndarray) -> slice | np.ndarray:

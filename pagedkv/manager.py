@@ -1,5 +1,6 @@
 """Sequences over one pool of blocks: growth, forks, copy-on-write. Accounting only, no keys or values."""
 
+import functools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,11 @@ class Reservation:
     slots: np.ndarray  # int32 [num_tokens]  where they go, sequence after sequence
     copies: np.ndarray  # int32 [m, 3]       source block, destination block, filled slots
     versions: np.ndarray  # int64 [batch]    of the sequences, after this step
+
+    @functools.cached_property
+    def places(self) -> np.ndarray:
+        """The slots as indices of NumPy's own type, made once for all layers."""
+        return self.slots.astype(np.intp)
 
 
 @dataclass(frozen=True)

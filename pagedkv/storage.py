@@ -233,20 +233,17 @@ class KVStorage:
 
     def encode(self, keys: np.ndarray, values: np.ndarray, lead: tuple[int, ...]) -> dict[str, np.ndarray]:
         """What will be stored for keys and values, float [*lead, num_kv_heads, head_dim], or ValueError."""
-        shape = (*lead, self.num_kv_heads, self.head_dim)
-        return {
-            **self.format.encode("keys", _floats("keys", keys, shape)),
-            **self.format.encode("values", _floats("values", values, shape)),
-        }
+        shape, stored = (*lead, self.num_kv_heads, self.head_dim), {}
+        for name, given in (("keys", keys), ("values", values)):
+            stored |= self.format.encode(name, _floats(name, given, shape))
+        return stored
 
     def put(self, layer: int | slice, slots: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
         """Scatter what `encode` returned, to one layer or a slice of them."""
-        slots = slots.astype(np.intp)  # NumPy is faster with indices of its own type
+        slots = slots.astype(np.intp, copy=False)  # NumPy is faster with indices of its own type
+        where = (layer, slots) if isinstance(layer, slice) else (self._layer(layer), slots)
         for name, stored in encoded.items():
-            if isinstance(layer, slice):
-                self._by_slot[name][layer, slots] = stored
-            else:
-                self._by_slot[name][self._layer(layer)][slots] = stored
+            self._by_slot[name][where] = stored
 
     def put_blocks(self, layer: int | slice, blocks: np.ndarray, encoded: dict[str, np.ndarray]) -> None:
         """The same for tokens that fill whole blocks in order, which are copied block by block."""
@@ -350,6 +347,8 @@ class KVStorage:
         return array.reshape(self.num_layers, self.num_blocks * self.block_size, *array.shape[3:])
 
     def _layer(self, layer: int) -> int:
+        if type(layer) is int and 0 <= layer < self.num_layers:  # usually, and asked for at every step
+            return layer
         if whole_number("layer", layer) >= self.num_layers:
             raise ValueError(f"there is no layer {layer}: the storage has 0 … {self.num_layers - 1}")
         return int(layer)

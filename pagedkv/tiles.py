@@ -18,30 +18,38 @@ VECTOR = 9216  # and for matrices below that size times a vector
 FEW = 2  # rows that are multiplied one by one
 ROWS = 4  # OpenBLAS is fast at multiples of so many rows, so queries are padded: 7 rows take longer than 8
 NOBODY = np.zeros(0, np.intp)
-LOWEST, TINY = np.finfo(np.float32).min, np.finfo(np.float32).tiny
+LOWEST, TINY, MINUS_INFINITY = np.finfo(np.float32).min, np.finfo(np.float32).tiny, np.float32(-np.inf)
+
+
+class Run(NamedTuple):
+    """Keys of a piece that are multiplied at once: all for the same members, or as many for each of them."""
+
+    members: slice  # of the task
+    slot: int  # of the piece, where the first key is
+    tokens: int  # for all members, or for each
+    column: int  # of the scores, where they begin
+    each: bool = False
+
+    @property
+    def count(self) -> int:
+        """How often there are so many keys."""
+        return self.members.stop - self.members.start if self.each else 1
 
 
 class Piece(NamedTuple):
-    """Keys that one call gathers: one run of positions that all its members read, or one run for each of them."""
+    """Keys that one call gathers."""
 
-    members: slice  # of the task
-    blocks: np.ndarray  # intp [runs, blocks]: runs is 1, or the number of members; a later step may refill it
-    skip: int  # slots of the first block in front of the first key
-    tokens: int  # of each run
-    column: int  # of the scores, where the keys begin
-    each: bool = False  # one run for each member
-    holes: np.ndarray | None = (
-        None  # bool [runs · tokens]: which slots hold no key that may be seen, likewise
-    )
+    blocks: np.ndarray  # intp [blocks]; a later step may refill it
+    runs: tuple[Run, ...]
+    holes: np.ndarray | None = None  # bool [slots]: which hold no key that may be seen, likewise
 
 
-class Split(NamedTuple):
-    """Members that are parts of sequences, side by side: which belong together, for their softmax and their sum."""
+class Segments(NamedTuple):
+    """Members whose scores stand behind one another, each in columns of its own: a multiple of `unit`."""
 
-    whole: np.ndarray  # intp [members]  the sequence that each belongs to, from 0 on
-    first: np.ndarray  # intp [sequences]  the first member of each
-    equal: tuple[tuple[slice, slice], ...]  # members and sequences that have equally many parts, side by side
-    rows: slice | np.ndarray  # of the query, sequence after sequence
+    first: np.ndarray  # intp [members]  the first column of each
+    unit: int  # columns
+    of: np.ndarray  # intp [width / unit]  the member that some columns belong to
 
 
 class Task(NamedTuple):
@@ -53,21 +61,26 @@ class Task(NamedTuple):
     width: int  # columns of scores
     pieces: tuple[Piece, ...]
     hidden: np.ndarray | None = None  # bool [members, 1, queries, the last columns]: what a query may not see
-    split: Split | None = None  # where members are parts of sequences
-    parts: object = None  # whoever can refill such a task for a later step
+    segments: Segments | None = (
+        None  # where members have columns of their own; hidden has one for all of them, then
+    )
+    blocks: object = None  # whoever can refill such a task for a later step
 
     @property
     def cost(self) -> int:
         """About how long it takes, in gathered keys."""
-        gathered = sum(piece.blocks.shape[0] * piece.tokens for piece in self.pieces)
-        return gathered + self.members * self.queries * self.width // 16
+        gathered = sum(run.count * run.tokens for piece in self.pieces for run in piece.runs)
+        scored = self.queries * self.width * (1 if self.segments else self.members)
+        return gathered + scored // 16
 
     @property
     def product(self) -> int:
-        """Rows times keys of the largest product, per head of a group."""
+        """Rows times keys of a product that cannot be made smaller, per head of a group."""
+        if self.segments:
+            return self.queries * self.segments.unit
+        runs = [run for piece in self.pieces for run in piece.runs]
         return self.queries * max(
-            piece.tokens if piece.each else TILE * (piece.members.stop - piece.members.start)
-            for piece in self.pieces
+            run.tokens if run.each else TILE * (run.members.stop - run.members.start) for run in runs
         )
 
 
@@ -100,74 +113,89 @@ class Workspace:
 
 
 class Product(NamedTuple):
-    """Views of some keys and values of a piece, tile by tile (or run by run), and of what they meet and make.
+    """Views of some keys and values of a run, tile by tile, and of what they meet and make.
 
-    Where there are FEW rows, each is an axis of its own, [tiles or runs, kv_heads, rows, 1, …]: a product of a matrix
+    Where there are FEW rows, each is an axis of its own, [runs, tiles, kv_heads, rows, 1, …]: a product of a matrix
     and a vector need not be packed for BLAS.
     """
 
-    q: np.ndarray  # [1 or runs, kv_heads, rows, head_dim]
-    keys: np.ndarray  # [tiles or runs, kv_heads, head_dim, tokens]
-    scores: np.ndarray  # [tiles or runs, kv_heads, rows, tokens]
-    values: np.ndarray  # [tiles or runs, kv_heads, tokens, head_dim]
-    scales: np.ndarray | None  # [tiles or runs, kv_heads, 1, tokens]
-    part: np.ndarray  # [tiles or runs, kv_heads, rows, head_dim]
-    out: np.ndarray  # [1 or runs, kv_heads, rows, head_dim]
+    q: np.ndarray  # [runs, 1, kv_heads, rows, head_dim]
+    keys: np.ndarray  # [runs, tiles, kv_heads, head_dim, tokens]
+    scores: np.ndarray  # [runs, tiles, kv_heads, rows, tokens]
+    values: np.ndarray  # [runs, tiles, kv_heads, tokens, head_dim]
+    scales: np.ndarray | None  # [runs, tiles, kv_heads, 1, tokens]
+    part: np.ndarray  # [runs, tiles, kv_heads, rows, head_dim]
+    out: np.ndarray  # [runs, 1, kv_heads, rows, head_dim]
 
     def row_by_row(self) -> "Product":
         """The same with rows as an axis of their own."""
         q, scores, part, out = (a[..., None, :] for a in (self.q, self.scores, self.part, self.out))
-        keys, values = self.keys[:, :, None], self.values[:, :, None]
-        return Product(
-            q, keys, scores, values, None if self.scales is None else self.scales[:, :, None], part, out
-        )
+        scales = None if self.scales is None else self.scales[..., None, :, :]
+        return Product(q, self.keys[:, :, :, None], scores, self.values[:, :, :, None], scales, part, out)
 
 
 class Gather:
     """One piece laid into a workspace."""
 
     def __init__(self, piece: Piece, task: "Laid", shape: Shape, storage: KVStorage, workspace: Workspace):
-        runs, blocks = piece.blocks.shape
-        size, kv, head_dim = blocks * shape.block_size, shape.kv_heads, shape.head_dim
-        self.blocks, self.holes = piece.blocks.reshape(-1), piece.holes
-        self.format = storage.format
-        lead = (runs * blocks, shape.block_size, kv)
+        kv, head_dim = shape.kv_heads, shape.head_dim
+        self.blocks, self.holes, self.format = piece.blocks, piece.holes, storage.format
+        lead = (len(piece.blocks), shape.block_size, kv)
         self.pages = workspace.array("pages", (*lead, head_dim))
         self.stored, self.scales = self.pages, None
         if self.format.dtype != np.float32:
             self.stored = workspace.array("stored pages", (*lead, head_dim), self.format.dtype)
         if self.format.scales("keys"):
             self.scales = workspace.array("scales", lead)
-        flat = slice(piece.skip, piece.skip + runs * piece.tokens)  # several runs are whole blocks
-        self.narrow = self.stored.reshape(-1, kv, head_dim)[flat]
-        self.wide = self.pages.reshape(-1, kv, head_dim)[flat]
+        last = piece.runs[-1]
+        used = slice(piece.runs[0].slot, last.slot + last.count * last.tokens)
+        self.narrow = self.stored.reshape(-1, kv, head_dim)[used]
+        self.wide = self.pages.reshape(-1, kv, head_dim)[used]
+        self.products = [
+            product for run in piece.runs for product in self._products(run, task, shape, workspace)
+        ]
 
-        def by_run(array: np.ndarray) -> np.ndarray:
-            return array.reshape(runs, size, *array.shape[2:])[:, piece.skip : piece.skip + piece.tokens]
-
-        tokens = by_run(self.pages)  # [runs, tokens, kv_heads, head_dim]
-        scales = None if self.scales is None else by_run(self.scales)  # [runs, tokens, kv_heads]
-        q, out, scores = (
-            array[:, piece.members].reshape(kv, runs, -1, array.shape[-1]).transpose(1, 0, 2, 3)
-            for array in (task.q, task.out, task.scores)
-        )  # [runs, kv_heads, rows, …]
-        scores = scores[..., piece.column : piece.column + piece.tokens]
-        tile = TILE * max(1, PRODUCT // (q.shape[2] * head_dim * TILE))
-        whole = 0 if piece.each else piece.tokens // tile
-        self.products = []
-        for start, tiles, length in ((0, whole, tile), (whole * tile, 1, piece.tokens - whole * tile)):
+    def _products(self, run: Run, task: "Laid", shape: Shape, workspace: Workspace) -> list[Product]:
+        """One run: tiles of one size if members have their columns to themselves, else full ones and a rest."""
+        kv, head_dim, runs = shape.kv_heads, shape.head_dim, run.count
+        slots = slice(run.slot, run.slot + runs * run.tokens)
+        tokens = self.pages.reshape(-1, kv, head_dim)[slots].reshape(runs, -1, kv, head_dim)
+        scales = None
+        if self.scales is not None:
+            scales = self.scales.reshape(-1, kv)[slots].reshape(runs, -1, kv)  # [runs, tokens, kv_heads]
+        q, out = (
+            array[:, run.members].reshape(kv, runs, -1, head_dim).transpose(1, 0, 2, 3)[:, None]
+            for array in (task.q, task.out)
+        )  # [runs, 1, kv_heads, rows, head_dim]
+        rows = q.shape[3]
+        if task.segments is None:
+            columns = slice(run.column, run.column + run.tokens)
+            scores = task.scores[:, run.members].reshape(kv, runs, rows, -1)[..., columns]
+            tile = TILE * max(1, PRODUCT // (rows * head_dim * TILE))
+            whole = 0 if run.each else run.tokens // tile
+            cuts = [(0, whole, tile), (whole * tile, 1, run.tokens - whole * tile)]
+        else:
+            columns = slice(run.column, run.column + runs * run.tokens)
+            scores = task.scores[:, 0, :, columns].reshape(kv, rows, runs, -1).swapaxes(1, 2)
+            most = (VECTOR - 1) // head_dim if rows <= FEW else PRODUCT // (rows * head_dim)
+            tiles = tiles_of(run.tokens, most, task.segments.unit)
+            cuts = [(0, tiles, run.tokens // tiles)]
+        products = []
+        for start, tiles, length in cuts:
             if tiles * length == 0:
                 continue
-            stop, many = start + tiles * length, runs if runs > 1 else tiles
-            K = tokens[:, start:stop].reshape(many, length, kv, head_dim)
-            S = scores[..., start:stop]
-            if runs == 1:
-                S = S[0].reshape(kv, -1, tiles, length).transpose(2, 0, 1, 3)
-            part = workspace.array("parts", (many, kv, q.shape[2], head_dim))
-            by = None if scales is None else scales[:, start:stop].reshape(many, length, kv)
-            by = None if by is None else by.transpose(0, 2, 1)[:, :, None]
-            product = Product(q, K.transpose(0, 2, 3, 1), S, K.transpose(0, 2, 1, 3), by, part, out)
-            self.products.append(product.row_by_row() if q.shape[2] <= FEW else product)
+            part = slice(start, start + tiles * length)
+            K = tokens[:, part].reshape(runs, tiles, length, kv, head_dim)
+            S = scores[..., part].reshape(kv, runs, rows, tiles, length).transpose(1, 3, 0, 2, 4)
+            by = None
+            if scales is not None:
+                by = scales[:, part].reshape(runs, tiles, length, kv).swapaxes(2, 3)[..., None, :]
+            found = out
+            if tiles > 1 or task.segments is None:
+                found = workspace.array("parts", (runs, tiles, kv, rows, head_dim))
+            product = Product(q, K.transpose(0, 1, 3, 4, 2), S, K.transpose(0, 1, 3, 2, 4), by, found, out)
+            products.append(product.row_by_row() if rows <= FEW else product)
+        return products
 
     def load(self, pages: np.ndarray, scales: np.ndarray | None, *, clear: bool = False) -> None:
         """Copy the blocks of one layer's keys or values here, as float32; `clear` puts zeros into holes."""
@@ -190,46 +218,28 @@ class Laid:
         m, n, kv, group = task.members, task.queries, shape.kv_heads, shape.group
         rows = group * n
         padded = rows if rows <= FEW else -(-rows // ROWS) * ROWS
-        self.task, self.format = task, storage.format
-        self.rows = task.rows if task.split is None else task.split.rows
-        by_member = all(piece.each for piece in task.pieces)
+        self.task, self.format, self.segments = task, storage.format, task.segments
 
-        def room(name: str, members: int, rows: int, last: int) -> np.ndarray:
+        def room(name: str, last: int) -> np.ndarray:
             """[kv_heads, members, rows, last]: heads apart if members are multiplied together, else side by side."""
-            if by_member:
-                return workspace.array(name, (members, kv, rows, last)).swapaxes(0, 1)
-            return workspace.array(name, (kv, members, rows, last))
+            if self.segments is None:
+                return workspace.array(name, (kv, m, padded, last))
+            return workspace.array(name, (m, kv, padded, last)).swapaxes(0, 1)
 
-        self.q = room("queries", m, padded, shape.head_dim)
-        self.out = room("outputs", m, padded, shape.head_dim)
-        self.scores = room("scores", m, padded, task.width)
-        self.asked, self.answered, self.padding = (
-            self.scores[:, :, :rows],
-            self.out[:, :, :rows],
-            self.q[:, :, rows:],
-        )
-        by_query = (kv, m, group, n, -1)
-        self.given = _by_query(self.q[:, :, :rows], n)
+        self.q, self.out = room("queries", shape.head_dim), room("outputs", shape.head_dim)
+        several = m if self.segments is None else 1
+        self.scores = workspace.array("scores", (kv, several, padded, task.width))
+        self.asked = self.scores[:, :, :rows]  # [kv_heads, members or 1, group · queries, width]
+        self.found, self.padding = self.out[:, :, :rows], self.q[:, :, rows:] if rows < padded else None
+        self.given, self.answer = (_by_query(array[:, :, :rows], n) for array in (self.q, self.out))
         self.maskable = None
         if task.hidden is not None:
-            self.maskable = self.asked.reshape(by_query)[..., -task.hidden.shape[-1] :]
+            by_query = self.asked.reshape(kv, several, group, n, -1)
+            self.maskable = by_query[..., -task.hidden.shape[-1] :]
+        if self.segments is not None:
+            self.units = self.asked.reshape(kv, 1, rows, -1, self.segments.unit)
         self.gathers = [Gather(piece, self, shape, storage, workspace) for piece in task.pieces]
         self.holes = any(piece.holes is not None for piece in task.pieces)
-        products = [gather.products for gather in self.gathers]
-        self.at_once = task.split is not None or (
-            len(products) == len(products[0]) == 1 and len(products[0][0].part) == len(products[0][0].out)
-        )
-        self.found, self.sums = self.answered, []
-        if task.split is not None:
-            sequences = len(task.split.first)
-            self.found = room("sums", sequences, rows, shape.head_dim)
-            for members, some in task.split.equal:
-                whole = self.found[:, some]  # [kv_heads, some sequences, rows, head_dim]
-                parts = self.answered[:, members].reshape(*whole.shape[:2], -1, *whole.shape[2:])
-                self.sums.append((parts, whole))
-        if self.at_once:  # nothing to add up
-            for some in products:
-                some[:] = [product._replace(part=product.out) for product in some]
 
     def run(
         self,
@@ -242,9 +252,9 @@ class Laid:
         lse: np.ndarray | None,
     ) -> None:
         """Attention of the task's rows of the query into those of out and lse."""
-        rows, scores = self.task.rows, self.asked  # [kv_heads, members, group · queries, width]
+        rows, scores = self.task.rows, self.asked
         np.multiply(query[rows].reshape(self.given.shape), scale, out=self.given)
-        if self.padding.size:
+        if self.padding is not None:
             self.padding[...] = 0
         with np.errstate(invalid="ignore", over="ignore"):  # of what lies in holes
             for gather in self.gathers:
@@ -259,42 +269,47 @@ class Laid:
                 scores /= soft_cap
                 np.tanh(scores, out=scores)
                 scores *= soft_cap
-            if self.maskable is not None:
-                hidden = self.task.hidden
-                np.copyto(self.maskable, -np.inf, where=hidden)  # a select: adding to NaN would keep it
+            if self.maskable is not None:  # a select: adding to NaN would keep it
+                np.copyto(self.maskable, MINUS_INFINITY, where=self.task.hidden)
             total, peak = self._softmax(scores)
             if lse is not None:
                 self._log_sum_exp(total, peak, lse)
             if self.format.factor != 1:
                 scores *= np.float32(self.format.factor)
-            found = self._weigh(values)
-        found /= total
-        out[self.rows] = _by_query(found, self.task.queries).reshape(-1, *out.shape[1:])
+            self._weigh(values)
+        self.found /= total
+        out[rows] = self.answer.reshape(-1, *out.shape[1:])
 
     def _softmax(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Make weights of the scores, to be divided by the first of what it returns; the second was subtracted."""
-        split = self.task.split
-        peak = np.maximum.reduce(scores, axis=-1, keepdims=True, initial=LOWEST)  # −inf − −inf would be NaN
-        if split is not None:
-            peak = np.maximum.reduceat(peak, split.first, axis=1)
-        scores -= peak if split is None else peak[:, split.whole]  # [kv_heads, members, group · queries, 1]
-        np.exp(scores, out=scores)
-        total = np.add.reduce(
-            scores, axis=-1, keepdims=True, initial=TINY
-        )  # 0 / 0, too; 1 and more stay the same
-        if split is not None:
-            total = np.add.reduceat(total, split.first, axis=1)
+        """Make weights of the scores, to be divided by the first of what it returns; the second was subtracted.
+
+        Both: [kv_heads, members, group · queries, 1].
+        """
+        if self.segments is None:
+            peak = np.maximum.reduce(scores, axis=-1, keepdims=True)
+            np.maximum(peak, LOWEST, out=peak)  # −inf − −inf would be NaN
+            scores -= peak
+            np.exp(scores, out=scores)
+            total = np.add.reduce(scores, axis=-1, keepdims=True)
+        else:
+            peak = np.maximum.reduceat(scores, self.segments.first, axis=-1)
+            np.maximum(peak, LOWEST, out=peak)
+            self.units -= peak.take(self.segments.of, -1)[..., None]
+            np.exp(scores, out=scores)
+            total = np.add.reduceat(scores, self.segments.first, axis=-1)
+            peak, total = peak.swapaxes(1, 3), total.swapaxes(1, 3)
+        np.maximum(total, TINY, out=total)  # 0 / 0, too; 1 and more stay the same
         return total, peak
 
-    def _weigh(self, values: tuple[np.ndarray, np.ndarray | None], clear: bool = False) -> np.ndarray:
-        """The sum of the values by their weights: [kv_heads, members or sequences, group · queries, head_dim].
+    def _weigh(self, values: tuple[np.ndarray, np.ndarray | None], clear: bool = False) -> None:
+        """Find the sum of the values by their weights.
 
         What lies in holes has the weight 0, which does not help against NaN and infinity. They are rare, so holes are
         cleared when they were met.
         """
         if self.format.scales("values") is not None:  # they go into the weights, so there is no second time
             clear = True
-        if not self.at_once:
+        if self.segments is None:
             self.out[...] = 0
         for gather in self.gathers:
             gather.load(*values, clear=clear)
@@ -302,21 +317,26 @@ class Laid:
                 if p.scales is not None:
                     np.multiply(p.scores, p.scales, out=p.scores)
                 np.matmul(p.scores, p.values, out=p.part)
-                if not self.at_once:
-                    p.out[...] += p.part if len(p.part) == len(p.out) else np.add.reduce(p.part, axis=0)
-        for parts, whole in self.sums:
-            np.add.reduce(parts, 2, None, whole)
-        if self.holes and not clear and not np.isfinite(np.add.reduce(self.found, axis=None)):
-            return self._weigh(values, clear=True)
-        return self.found
+                if self.segments is None:
+                    p.out[...] += np.add.reduce(p.part, axis=1, keepdims=True)
+                elif p.part.shape[1] > 1:
+                    np.add.reduce(p.part, 1, None, p.out, True)
+        if self.holes and not clear and not math.isfinite(np.add.reduce(self.answer, axis=None)):
+            self._weigh(values, clear=True)
 
     def _log_sum_exp(self, total: np.ndarray, peak: np.ndarray, lse: np.ndarray) -> None:
         found = np.log(total, dtype=np.float64) + peak  # [kv_heads, members, group · queries, 1]
         found[total == TINY] = -np.inf
-        lse[self.rows] = _by_query(found, self.task.queries).reshape(-1, lse.shape[1])
+        lse[self.task.rows] = _by_query(found, self.task.queries).reshape(-1, lse.shape[1])
 
 
 def _by_query(array: np.ndarray, queries: int) -> np.ndarray:
     """[kv_heads, members, group · queries, n] seen as [members, queries, kv_heads, group, n]."""
     kv, members, rows, n = array.shape
     return array.reshape(kv, members, rows // queries, queries, n).transpose(1, 3, 0, 2, 4)
+
+
+def tiles_of(tokens: int, most: int, unit: int) -> int:
+    """Into how many equal products of at most so many keys a run is cut, or of one unit where none divides it."""
+    least = -(-tokens // max(1, most))
+    return next((n for n in range(least, 2 * least) if tokens % n == 0), tokens // unit)

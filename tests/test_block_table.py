@@ -139,10 +139,10 @@ def test_a_name_that_moves_to_another_row_does_not_meet_its_old_version():
     seen = set()
     for _ in range(4):
         tables.put(row, nothing, 0)
-        seen.add(int(tables.version(row)))
+        seen.add(int(tables.version(np.array([row]))[0]))
     tables.remove("a"), tables.remove("b")
     other = tables.add("a")
     assert other != row
     for _ in range(4):
-        assert int(tables.version(other)) not in seen
+        assert int(tables.version(np.array([other]))[0]) not in seen
         tables.put(other, nothing, 0)

@@ -258,7 +258,10 @@ def assert_exact(cache, ids, counts, query, plan, window=None, **options):
 def tasks_of(plan, cache):
     """The kinds of tasks in a plan: members of a task, and of each of its pieces."""
     return [
-        (task.members, [(p.members.stop - p.members.start, len(p.blocks)) for p in task.pieces])
+        (
+            task.members,
+            [(run.members.stop - run.members.start, run.count) for p in task.pieces for run in p.runs],
+        )
         for task in plan.tasks(cache.storage)
     ]
 
@@ -270,8 +273,8 @@ def small_limits():
     limits = {
         "CHUNK": 16 * width,
         "SHORT": 12 * width,
-        "PART": 4,
-        "PARTS": 12 * width,
+        "UNIT": 4,
+        "TOGETHER": 12 * width,
         "SCORES": 200,
         "LEAST_SHARED": 8,
     }
@@ -285,6 +288,7 @@ def small_limits():
         }.items():
             patch.setattr(decode, name, value)
         patch.setattr(tiles, "TILE", 4)
+        patch.setattr(tiles, "VECTOR", 6 * 8)
         patch.setattr(tiles, "PRODUCT", 4 * 4 * 8)
         yield
 
@@ -404,13 +408,26 @@ def test_members_that_have_no_room_for_their_scores_are_split(rng, small_tasks):
     assert_exact(cache, ids, [1] * 9, random_query(rng, 9, 4, 8), plan)
 
 
-def test_short_sequences_are_read_together_in_parts_of_one_length(rng, small_tasks):
-    cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (3, 4, 1, 5, 12, 13)], 2, rng)
-    kinds = sorted(tasks_of(cache.plan(ids), cache))
-    assert kinds == [
-        (1, [(1, 1)]),
-        (8, [(3, 3), (3, 3), (2, 2)]),
-    ]  # 13 is too long; the others have 1, 1, 1, 2, 3
+def test_short_sequences_that_fill_as_many_units_are_multiplied_together(rng, small_tasks):
+    cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (3, 7, 4, 1, 12, 13, 12)], 2, rng)
+    plan = cache.plan(ids)
+    assert sorted(tasks_of(plan, cache)) == [
+        (1, [(1, 1)]),  # 13 is too long
+        (
+            6,
+            [(3, 3), (1, 1), (1, 1), (1, 1)],
+        ),  # one unit, two, and three: a call each
+    ]
+    (task,) = (task for task in plan.tasks(cache.storage) if task.segments)
+    assert [len(piece.blocks) * 2 for piece in task.pieces] == [12, 20, 12]
+
+
+@given(st.integers(1, 600), st.integers(1, 300), st.sampled_from([1, 3, 16, 64, 97]))
+def test_runs_are_cut_into_equal_products_of_a_good_size(units, most, unit):
+    tokens = units * unit
+    tiles_ = tiles.tiles_of(tokens, most, unit)
+    assert tokens % tiles_ == 0
+    assert tokens // tiles_ == unit or most / 3 < tokens / tiles_ <= most or (tiles_ == 1 and tokens <= most)
 
 
 def test_a_task_stays_within_the_memory_that_was_promised(rng):
@@ -420,7 +437,7 @@ def test_a_task_stays_within_the_memory_that_was_promised(rng):
     tasks = plan.tasks(storage)
     assert sum(task.queries for task in tasks) == 9000
     assert max(task.queries * task.width for task in tasks) <= max(1 << 17, 16 * 12800)
-    assert max(piece.blocks.size for task in tasks for piece in task.pieces) * 64 * 128 <= 1 << 19
+    assert max(len(piece.blocks) for task in tasks for piece in task.pieces) * 64 * 128 <= 1 << 19
     behind = AttentionPlan(np.arange(200)[None], [200 * 64], 64, 9000, window=100).tasks(storage)
     assert max(task.width for task in behind) <= 128 + 100  # nobody gathers what no query of a task sees
 
@@ -431,9 +448,9 @@ def test_many_short_sequences_are_several_tasks(rng, small_tasks):
     cache, ids = cached([random_sequence(rng, n, 2, 8) for n in lengths], 2, rng)
     plan, query = cache.plan(ids), random_query(rng, len(ids), 4, 8)
     tasks = plan.tasks(cache.storage)
-    assert sum(len(task.split.first) for task in tasks) == len(ids)
+    assert sum(task.members for task in tasks) == len(ids)
     assert len(tasks) == 2
-    assert max(task.members * task.width for task in tasks) <= 64 + 12
+    assert max(task.width for task in tasks) <= 64 + 12
     assert_exact(cache, ids, [1] * len(ids), query, plan)
 
 
@@ -463,7 +480,7 @@ def test_a_part_has_the_same_products_beside_others_and_alone(rng, small_tasks):
     """Short sequences, gathered together or by itself: the same bits."""
     cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (8, 7, 5, 7)], 2, rng)
     query, plan = random_query(rng, 4, 6, 8), cache.plan(ids)
-    assert [members for members, _ in tasks_of(plan, cache)] == [8]
+    assert [members for members, _ in tasks_of(plan, cache)] == [4]
     batch = cache.attend(0, query, plan)
     for i, seq_id in enumerate(ids):
         assert_array_equal(cache.attend(0, query[i : i + 1], cache.plan(seq_id)), batch[i : i + 1])
@@ -611,18 +628,20 @@ def test_an_error_in_any_thread_comes_out_after_all_have_ended(long_batch):
 
 def test_threads_come_by_size_and_never_without_threadpoolctl(long_batch, monkeypatch):
     cache, ids, _, _ = long_batch
-    counts = [1] * len(ids)
-    plan = cache.plan(ids, counts)
-    assert len(plan._lanes(cache.storage)[0]) == 1, "too little for threads"
+
+    def lanes():
+        return len(fresh_plan(cache, ids)._lanes(cache.storage)[0])
+
+    assert lanes() == 1, "too little for threads"
     monkeypatch.setattr(decode, "PER_THREAD", 1000)
     monkeypatch.setattr(decode, "available_threads", lambda: 3)
-    assert len(cache.plan(ids, counts)._lanes(cache.storage)[0]) == 3
+    assert lanes() == 3
     monkeypatch.undo()
     monkeypatch.setattr(decode, "PER_THREAD", 1000)
     monkeypatch.setattr(decode.one_blas_thread, "_found", (None,))
-    assert len(cache.plan(ids, counts)._lanes(cache.storage)[0]) == 1
+    assert lanes() == 1
     with pytest.raises(ImportError, match=r'pip install "pagedkv\[bench\]"'):
-        cache.plan(ids, counts, threads=2)
+        cache.plan(ids, threads=2)
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, "2", True])
