@@ -72,14 +72,14 @@ class AttentionPlan:
         if window is not None:
             whole_number("window", window, minimum=1)
         self.threads = threads if threads is None else checked_threads(threads)
-        self.lengths, self.num_queries, self.window = lengths, counts, window
+        self.num_queries, self.window = counts, window
         self.block_size = block_size
         self.seq_ids, self.versions = seq_ids, versions
-        self._decodes = window is None and not np.count_nonzero(counts != 1) and bool(lengths.all())
         self.total_queries = int(counts.sum())
         self.share = share
         self._batch = _Batch(tables, lengths, counts, block_size, window)
         self._highest, *_ = self._batch.check_blocks()
+        self._steps_left: int | None = None  # for `next`, until all views must be made anew
         self._tasks: dict[int, list[Task]] = {}  # by the numbers in a key, all heads together
         self._split: dict[tuple, tuple[list[list[Task]], int]] = {}  # by the kind of pages
         self._laid: dict[tuple, list[Laid]] = {}  # by workspace, shape and lane
@@ -107,7 +107,7 @@ class AttentionPlan:
             query = as_floats("query", query).astype(np.float32, copy=False)
         scale, soft_cap, kind, lanes, large = self._prepared(query, storage, scale, soft_cap)
         if self._highest >= storage.num_blocks:
-            check_block(*self._batch.check_blocks(), storage.num_blocks)
+            check_block(*self._batch.now().check_blocks(), storage.num_blocks)
         keys, values = storage.stored("keys", layer), storage.stored("values", layer)
         out = np.zeros(query.shape, np.float32)  # [total_queries, heads, head_dim]
         lse = np.full(query.shape[:2], -np.inf) if return_lse else None  # [total_queries, heads]
@@ -158,27 +158,28 @@ class AttentionPlan:
         Args: step: one more token for each sequence that this was made for, and nothing else has changed.
         """
         grown = [task.blocks for tasks in self._tasks.values() for task in tasks]
-        if (
-            not self._decodes
-            or not grown
-            or not all(grown)
-            or not all(b.have_room(step.start) for b in grown)
-        ):
+        left = self._steps_left
+        if left is None:
+            simple = self.window is None and all(grown) and not np.count_nonzero(self.num_queries != 1)
+            left = min(blocks.room_for(step.start) for blocks in grown) if simple and grown else 0
+        if left == 0:
             return None
         batch, plan = _copy(self._batch), _copy(self)
-        blocks = batch.grow(step)
-        plan._batch, plan.lengths, plan.versions = batch, batch.lengths, step.versions
+        batch.steps = *self._batch.steps, step
+        plan._batch, plan.versions, plan._steps_left = batch, step.versions, left - 1
         self._tasks, self._split, self._laid, self._ready = {}, {}, {}, {}
-        for some in grown:
-            some.grow(step.start, blocks)
-        plan._highest = max(plan._highest, int(blocks.max()))
+        ids = step.places // self.block_size
+        for blocks in grown:
+            blocks.grow(step.start, ids)
+        plan._highest = max(plan._highest, int(ids.max()))
         return plan
 
     def tasks(self, storage: KVStorage) -> list[Task]:
         """How the batch is cut for pages of this shape."""
         width = storage.num_kv_heads * storage.head_dim
         if width not in self._tasks:
-            tasks = _copy(self._batch).cut(width, self.share)
+            self._steps_left = None
+            tasks = self._batch.now().cut(width, self.share)
             self._tasks[width] = sorted(tasks, key=lambda task: -task.cost)
         return self._tasks[width]
 
@@ -220,16 +221,21 @@ class _Batch:
         self.start = np.zeros_like(lengths)  # [batch]  the first key that one of them sees
         if window is not None:
             self.start = np.maximum(self.first - self.window + 1, 0)
+        self.steps: tuple[Reservation, ...] = ()  # one more token each, since
 
-    def grow(self, step: Reservation) -> np.ndarray:
-        """One more token for each sequence; returns the blocks that these are in: int [batch]."""
-        entry, blocks = step.start // self.block_size, step.places // self.block_size
-        if entry.max() >= self.tables.shape[1]:
-            more = np.full((len(entry), UNIT), NOTHING)  # never seen before they are filled
-            self.tables = np.concatenate([self.tables, more], axis=1)
-        self.tables[np.arange(len(entry)), entry] = blocks  # behind what an earlier step of this batch sees
-        self.lengths, self.first = step.start + 1, step.start
-        return blocks
+    def now(self) -> "_Batch":
+        """The same behind the steps that were taken since."""
+        batch = _copy(self)
+        if self.steps:
+            batch.first = self.steps[-1].start  # [batch]
+            batch.lengths, rows = batch.first + 1, np.arange(len(batch.first))
+            width = max(self.tables.shape[1], int(batch.first.max()) // self.block_size + 1)
+            batch.tables = np.full((len(rows), width), NOTHING)
+            batch.tables[:, : self.tables.shape[1]] = self.tables
+            for step in self.steps:
+                batch.tables[rows, step.start // self.block_size] = step.places // self.block_size
+            batch.steps = ()
+        return batch
 
     def check_blocks(self) -> tuple[int, int, int]:
         """The highest visible block, its row and position; ValueError where a visible position has none."""
@@ -446,9 +452,9 @@ class _Blocks:
         """Tell rows of the batch, where their position 0 would be among the slots, and the first that has no slot."""
         self.rows, self.offset, self.room = rows, offset, room
 
-    def have_room(self, positions: np.ndarray) -> bool:
-        """Whether next tokens at these positions [batch] are read without reading more blocks."""
-        return not np.count_nonzero(positions[self.rows] >= self.room)
+    def room_for(self, positions: np.ndarray) -> int:
+        """How many steps, the next tokens of which have these positions [batch], read no more blocks than now."""
+        return int((self.room - positions[self.rows]).min())
 
     def grow(self, positions: np.ndarray, blocks: np.ndarray) -> None:
         """Read one more token of each row: those of the batch have these positions, in these blocks [batch]."""

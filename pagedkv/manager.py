@@ -488,20 +488,21 @@ class BlockManager(Observed):
         start, limit = self.tables.length(rows), self.tables.max_length  # [batch]
         entry, offset = np.divmod(start, self.block_size)  # [batch]
         growing = (offset == 0).nonzero()[0]  # places in the batch of those that need a block
-        if len(growing) > self.num_free or not np.count_nonzero(start) == len(ids) > 0:
-            return None
-        if limit is not None and np.count_nonzero(start >= limit):
+        if len(growing) > self.num_free or (limit is not None and np.count_nonzero(start >= limit)):
             return None
         blocks = self.tables.at(rows, entry)  # [batch]
-        owners = self.allocator.ref_counts[blocks]
-        owners[growing] = 1
-        if np.count_nonzero(owners > 1):
-            return None
+        if self.tables.stepped is not rows:  # else nobody has come to share or find these blocks
+            if not np.count_nonzero(start) == len(ids) > 0:
+                return None
+            owners = self.allocator.ref_counts[blocks]
+            owners[growing] = 1
+            if np.count_nonzero(owners > 1):
+                return None
+            self.prefix_index.unseal(blocks)  # what is written in place opens
         new = evicted = NO_BLOCKS
         if len(growing):
             new, evicted = self._take(len(growing))
             blocks[growing] = new
-        self.prefix_index.unseal(blocks)  # what is written in place opens
         self.tables.step(rows, rows[growing], entry[growing], new)
         slots = (blocks * self.block_size + offset).astype(np.int32)
         tokens = np.ones(len(ids), np.int64)
