@@ -491,18 +491,20 @@ class BlockManager(Observed):
         if len(growing) > self.num_free or (limit is not None and np.count_nonzero(start >= limit)):
             return None
         blocks = self.tables.at(rows, entry)  # [batch]
-        if self.tables.stepped is not rows:  # else nobody has come to share or find these blocks
+        again = self.tables.stepped is rows  # since then nobody can have come to share or find their last blocks
+        if not again:
             if not np.count_nonzero(start) == len(ids) > 0:
                 return None
             owners = self.allocator.ref_counts[blocks]
             owners[growing] = 1
             if np.count_nonzero(owners > 1):
                 return None
-            self.prefix_index.unseal(blocks)  # what is written in place opens
         new = evicted = NO_BLOCKS
         if len(growing):
             new, evicted = self._take(len(growing))
             blocks[growing] = new
+        if not again:
+            self.prefix_index.unseal(blocks)  # what is written in place opens
         self.tables.step(rows, rows[growing], entry[growing], new)
         slots = (blocks * self.block_size + offset).astype(np.int32)
         tokens = np.ones(len(ids), np.int64)
