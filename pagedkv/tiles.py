@@ -230,7 +230,7 @@ class Laid:
         several = m if self.segments is None else 1
         self.scores = workspace.array("scores", (kv, several, padded, task.width))
         self.asked = self.scores[:, :, :rows]  # [kv_heads, members or 1, group · queries, width]
-        self.found, self.padding = self.out[:, :, :rows], self.q[:, :, rows:] if rows < padded else None
+        self.padding = self.q[:, :, rows:] if rows < padded else None
         self.given, self.answer = (_by_query(array[:, :, :rows], n) for array in (self.q, self.out))
         self.maskable = None
         if task.hidden is not None:
@@ -239,7 +239,8 @@ class Laid:
         if self.segments is not None:
             self.units = self.asked.reshape(kv, 1, rows, -1, self.segments.unit)
         self.gathers = [Gather(piece, self, shape, storage, workspace) for piece in task.pieces]
-        self.holes = any(piece.holes is not None for piece in task.pieces)
+        by_scale = storage.format.scales("values") is not None  # they go into the weights: no second time
+        self.careful = by_scale or not any(piece.holes is not None for piece in task.pieces)
 
     def run(
         self,
@@ -251,68 +252,51 @@ class Laid:
         out: np.ndarray,
         lse: np.ndarray | None,
     ) -> None:
-        """Attention of the task's rows of the query into those of out and lse."""
-        rows, scores = self.task.rows, self.asked
+        """Attention of the task's rows of the query into those of out and lse.
+
+        What lies in holes gets the weight 0, which does not help against NaN and infinity, nor does a softmax of
+        nothing but −inf without care. Both are rare, and seen in the sum of the answers: then all is done again.
+        """
+        rows = self.task.rows
         np.multiply(query[rows].reshape(self.given.shape), scale, out=self.given)
         if self.padding is not None:
             self.padding[...] = 0
         with np.errstate(invalid="ignore", over="ignore"):  # of what lies in holes
-            for gather in self.gathers:
-                gather.load(*keys)
-                for p in gather.products:
-                    np.matmul(p.q, p.keys, out=p.scores)
-                    if p.scales is not None:
-                        np.multiply(p.scores, p.scales, out=p.scores)
-            if self.format.factor != 1:  # the query brings the other half: one of them alone could overflow
-                scores *= np.float32(self.format.factor**0.5)
-            if soft_cap is not None:
-                scores /= soft_cap
-                np.tanh(scores, out=scores)
-                scores *= soft_cap
-            if self.maskable is not None:  # a select: adding to NaN would keep it
-                np.copyto(self.maskable, MINUS_INFINITY, where=self.task.hidden)
-            total, peak = self._softmax(scores)
-            if lse is not None:
-                self._log_sum_exp(total, peak, lse)
-            if self.format.factor != 1:
-                scores *= np.float32(self.format.factor)
-            self._weigh(values)
-        self.found /= total
-        out[rows] = self.answer.reshape(-1, *out.shape[1:])
-
-    def _softmax(self, scores: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Make weights of the scores, to be divided by the first of what it returns; the second was subtracted.
-
-        Both: [kv_heads, members, group · queries, 1].
-        """
-        if self.segments is None:
-            peak = np.maximum.reduce(scores, axis=-1, keepdims=True)
-            np.maximum(peak, LOWEST, out=peak)  # −inf − −inf would be NaN
-            scores -= peak
-            np.exp(scores, out=scores)
-            total = np.add.reduce(scores, axis=-1, keepdims=True)
+            total, peak = self._attend(keys, values, soft_cap, self.careful)
+            if not self.careful and not math.isfinite(np.add.reduce(self.answer, axis=None)):
+                total, peak = self._attend(keys, values, soft_cap, careful=True)
+        if lse is not None:
+            self._log_sum_exp(total, peak, lse)
+        total = _by_query(total, self.task.queries)
+        if isinstance(rows, slice):
+            np.divide(self.answer, total, out=out[rows].reshape(self.answer.shape))
         else:
-            peak = np.maximum.reduceat(scores, self.segments.first, axis=-1)
-            np.maximum(peak, LOWEST, out=peak)
-            self.units -= peak.take(self.segments.of, -1)[..., None]
-            np.exp(scores, out=scores)
-            total = np.add.reduceat(scores, self.segments.first, axis=-1)
-            peak, total = peak.swapaxes(1, 3), total.swapaxes(1, 3)
-        np.maximum(total, TINY, out=total)  # 0 / 0, too; 1 and more stay the same
-        return total, peak
+            out[rows] = np.divide(self.answer, total).reshape(-1, *out.shape[1:])
 
-    def _weigh(self, values: tuple[np.ndarray, np.ndarray | None], clear: bool = False) -> None:
-        """Find the sum of the values by their weights.
-
-        What lies in holes has the weight 0, which does not help against NaN and infinity. They are rare, so holes are
-        cleared when they were met.
-        """
-        if self.format.scales("values") is not None:  # they go into the weights, so there is no second time
-            clear = True
+    def _attend(self, keys, values, soft_cap, careful: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Find the sum of the values by their weights, which is still to be divided; returns what `_softmax` does."""
+        scores, factor = self.asked, self.format.factor
+        for gather in self.gathers:
+            gather.load(*keys)
+            for p in gather.products:
+                np.matmul(p.q, p.keys, out=p.scores)
+                if p.scales is not None:
+                    np.multiply(p.scores, p.scales, out=p.scores)
+        if factor != 1:  # the query brings the other half: one of them alone could overflow
+            scores *= np.float32(factor**0.5)
+        if soft_cap is not None:
+            scores /= soft_cap
+            np.tanh(scores, out=scores)
+            scores *= soft_cap
+        if self.maskable is not None:  # a select: adding to NaN would keep it
+            np.copyto(self.maskable, MINUS_INFINITY, where=self.task.hidden)
+        total, peak = self._softmax(scores, careful)
+        if factor != 1:
+            scores *= np.float32(factor)
         if self.segments is None:
             self.out[...] = 0
         for gather in self.gathers:
-            gather.load(*values, clear=clear)
+            gather.load(*values, clear=careful)
             for p in gather.products:
                 if p.scales is not None:
                     np.multiply(p.scores, p.scales, out=p.scores)
@@ -321,8 +305,33 @@ class Laid:
                     p.out[...] += np.add.reduce(p.part, axis=1, keepdims=True)
                 elif p.part.shape[1] > 1:
                     np.add.reduce(p.part, 1, None, p.out, True)
-        if self.holes and not clear and not math.isfinite(np.add.reduce(self.answer, axis=None)):
-            self._weigh(values, clear=True)
+        return total, peak
+
+    def _softmax(self, scores: np.ndarray, careful: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Make weights of the scores, to be divided by the first of what it returns; the second was subtracted.
+
+        Both: [kv_heads, members, group · queries, 1].
+        """
+        first = None if self.segments is None else self.segments.first
+        if first is None:
+            peak = np.maximum.reduce(scores, axis=-1, keepdims=True)
+        else:
+            peak = np.maximum.reduceat(scores, first, axis=-1)
+        if careful:
+            np.maximum(peak, LOWEST, out=peak)  # −inf − −inf would be NaN
+        if first is None:
+            scores -= peak
+        else:
+            self.units -= peak.take(self.segments.of, -1)[..., None]
+        np.exp(scores, out=scores)
+        if first is None:
+            total = np.add.reduce(scores, axis=-1, keepdims=True)
+        else:
+            total = np.add.reduceat(scores, first, axis=-1)
+            peak, total = peak.swapaxes(1, 3), total.swapaxes(1, 3)
+        if careful:
+            np.maximum(total, TINY, out=total)  # 0 / 0, too; 1 and more stay the same
+        return total, peak
 
     def _log_sum_exp(self, total: np.ndarray, peak: np.ndarray, lse: np.ndarray) -> None:
         found = np.log(total, dtype=np.float64) + peak  # [kv_heads, members, group · queries, 1]
