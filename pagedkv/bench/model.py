@@ -1,8 +1,9 @@
 """End to end: the shipped model over the paged cache and over two contiguous ones, and where the time goes.
 
-All are called by the same `Llama.next_logits`, so what differs is the cache alone. One contiguous cache has the whole
-context reserved for every sequence, the other grows and copies. Both pay for padding: how much depends on the
-lengths of a batch, its *mix*.
+All are called by the same `Llama.next_logits`, so what differs is the cache alone. They take turns of some steps
+each: a server decodes with one of them, and the first steps of a turn, which find the processor's caches full of
+another's pages, do not count. One contiguous cache has the whole context reserved for every sequence, the other grows
+and copies. Both pay for padding: how much depends on the lengths of a batch, its *mix*.
 """
 
 import time
@@ -14,6 +15,7 @@ import numpy as np
 from ..lm import Llama
 from .measure import limited_threads, ratio
 
+TURN, WARM = 12, 2  # steps that one decodes before the next has its turn, and those of them that do not count
 PARTS = (
     "attention",
     "bookkeeping",
@@ -147,14 +149,31 @@ class Decoder:
     def __init__(self, model: Llama, cache, seq_ids):
         self.model, self.cache, self.seq_ids = model, Watched(cache), seq_ids
         self.start = cache.lengths(seq_ids).tolist()
-        self.spent = self.cache.spent
+        self.spent, self.times = self.cache.spent, []  # of steps that count
 
     def step(self, tokens: np.ndarray) -> np.ndarray:  # [batch]
         return self.model.next_logits(self.cache, self.seq_ids, tokens[:, None])
 
-    def restart(self) -> None:
+    def turn(self, tokens: np.ndarray) -> np.ndarray:  # [steps, batch]
+        """The logits of some steps: [steps, batch, vocabulary]."""
+        logits = []
+        for i, step in enumerate(tokens):
+            before, started = dict(self.spent), time.perf_counter()
+            logits.append(self.step(step))
+            taken = time.perf_counter() - started
+            if i < min(WARM, len(tokens) - 1):
+                self.spent.update(before)
+            else:
+                self.times.append(taken)
+        return np.array(logits)
+
+    def restart(self, *, forget: bool = False) -> None:
+        """Back to the prompts; `forget` the times, too."""
         for seq, length in zip(self.seq_ids, self.start, strict=True):
             self.cache.truncate(seq, length)
+        if forget:
+            self.times.clear()
+            self.spent.update(dict.fromkeys(PARTS, 0.0))
 
 
 def compare_caches(
@@ -167,10 +186,10 @@ def compare_caches(
     threads: int = 1,
     after_round: Callable[[float], object] = lambda share: None,
 ) -> dict:
-    """Decode with all caches, step by step in turns, from prompts of 64 to 384 characters.
+    """Decode the same text with all caches, in turns, from prompts of 64 to 384 characters.
 
-    Args: batch: sequences; mix: of their lengths, in MIXES; steps: tokens that each writes in a round; threads: that
-        BLAS may use.
+    Args: batch: sequences; mix: of their lengths, in MIXES; steps: tokens that each writes in a round, as the
+        paged one chooses them; threads: that BLAS may use.
     Returns: {batch, mix, difference, paged, reserved, grown}: difference: of the logits at worst; per cache
         tokens_per_second, the share of time of each part, and paged: how much faster the paged one was, side by side.
     """
@@ -180,23 +199,23 @@ def compare_caches(
     cache = model.new_cache(batch * (model.config.context // block_size + 1), block_size)
     ids = [cache.add() for _ in range(batch)]
     chunks = [p[:n] for p, n in zip(prompts, lengths.tolist(), strict=True)]
-    first = model.next_logits(cache, ids, chunks).argmax(axis=-1)  # [batch]
+    tokens = [model.next_logits(cache, ids, chunks).argmax(axis=-1)]  # [batch] each
     others = {name: made(model, cache, ids) for name, made in CACHES.items()}
     ways = {name: Decoder(model, some, ids) for name, some in {"paged": cache, **others}.items()}
-    times, worst = {name: [] for name in ways}, 0.0
+    worst = 0.0
     with limited_threads(threads):
-        for turn in range(rounds + 1):
-            if turn == 1:  # the first was for warming up
-                for name, way in ways.items():
-                    times[name].clear()
-                    way.spent.update(dict.fromkeys(PARTS, 0.0))
-            worst = max(worst, _round(ways, first, steps, times))
-            after_round((turn + 1) / (rounds + 1))
-    taken = {name: np.array(t) for name, t in times.items()}
+        while len(tokens) < steps:
+            tokens.append(ways["paged"].step(tokens[-1]).argmax(axis=-1))
+        for done in range(rounds + 1):
+            for way in ways.values():
+                way.restart(forget=done <= 1)  # the first round was for warming up
+            worst = np.maximum(worst, _round(ways, np.array(tokens)))  # keeps a NaN
+            after_round((done + 1) / (rounds + 1))
+    taken = {name: np.array(way.times) for name, way in ways.items()}
     return {
         "batch": batch,
         "mix": mix,
-        "difference": worst,
+        "difference": float(worst),
         **{
             name: _shares(batch, taken[name], way.spent) | {"paged": ratio(taken[name], taken["paged"])}
             for name, way in ways.items()
@@ -204,21 +223,15 @@ def compare_caches(
     }
 
 
-def _round(ways: dict, tokens: np.ndarray, steps: int, times: dict[str, list[float]]) -> float:
-    """Some steps of all, in turns, from the prompts on; returns how far their logits are apart at worst."""
+def _round(ways: dict[str, Decoder], tokens: np.ndarray) -> float:
+    """All through the same tokens [steps, batch]; returns how far their logits are apart at worst."""
     worst = 0.0
-    for step in range(steps):
-        logits = {}
-        for name in sorted(ways, reverse=bool(step % 2)):  # forwards and backwards: none is always the first
-            started = time.perf_counter()
-            logits[name] = ways[name].step(tokens)
-            times[name].append(time.perf_counter() - started)
+    for i in range(0, len(tokens), TURN):
+        order = sorted(ways, reverse=bool(i // TURN % 2))  # forwards and backwards: none is always the first
+        logits = {name: ways[name].turn(tokens[i : i + TURN]) for name in order}
         for other in CACHES:
-            worst = np.maximum(worst, np.abs(logits["paged"] - logits[other]).max())  # keeps a NaN
-        tokens = logits["paged"].argmax(axis=-1)
-    for way in ways.values():
-        way.restart()
-    return float(worst)
+            worst = np.maximum(worst, np.abs(logits["paged"] - logits[other]).max())
+    return worst
 
 
 def _shares(batch: int, times: np.ndarray, spent: dict[str, float]) -> dict[str, float]:

@@ -1,5 +1,6 @@
 """The model over contiguous caches is the same model, and its time is fully accounted for."""
 
+import numpy as np
 import pytest
 
 from pagedkv.bench import model
@@ -28,6 +29,22 @@ def test_a_contiguous_cache_that_forgets_a_token_is_noticed(monkeypatch, broken)
 
     monkeypatch.setattr(broken, "write", forgetful)
     assert model.compare_caches(2, steps=2, rounds=1)["difference"] > 1e-3
+
+
+def test_the_first_steps_of_a_turn_do_not_count():
+    llama = Llama.load()
+    cache = llama.new_cache(8, 16)
+    ids = [cache.add()]
+    first = llama.next_logits(cache, ids, [[1, 2, 3]]).argmax(axis=-1)
+    way = model.Decoder(llama, cache, ids)
+    logits = way.turn(np.array([first] * 5))
+    assert logits.shape == (5, 1, llama.config.vocabulary_size)
+    assert len(way.times) == 5 - model.WARM
+    assert sum(way.spent.values()) < sum(way.times)
+    way.turn(np.array([first]))
+    assert len(way.times) == 5 - model.WARM + 1, "a turn that is shorter counts once"
+    way.restart(forget=True)
+    assert (cache.length(ids[0]), way.times, set(way.spent.values())) == (3, [], {0.0})
 
 
 def test_steps_can_be_done_again_from_the_prompts():
