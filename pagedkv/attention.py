@@ -186,7 +186,8 @@ def checked_options(
     """Scale (1 / sqrt(head_dim) by default) and soft cap in the query's type; ValueError where out of range."""
     if window is not None:
         whole_number("window", window, minimum=1)
-    scale = checked_number("scale", query.shape[2] ** -0.5 if scale is None else scale, query.dtype)
+    usual = query.shape[2] ** -0.5
+    scale = query.dtype.type(usual) if scale is None else checked_number("scale", scale, query.dtype)
     if soft_cap is None:
         return scale, None
     cap = checked_number("soft_cap", soft_cap, query.dtype)
@@ -211,19 +212,25 @@ def check_batch(
     whole_number("block_size", block_size, minimum=1)
     tables = whole_numbers("block tables", block_tables)
     lengths = whole_numbers("lengths", lengths)
-    counts = whole_numbers("num_queries", num_queries)
-    if tables.ndim != 2 or lengths.shape != tables.shape[:1] or counts.shape not in ((), lengths.shape):
-        raise ValueError(
-            f"tables {tables.shape}, lengths {lengths.shape} and num_queries {counts.shape} do not fit together"
-        )
-    counts = np.broadcast_to(counts, lengths.shape)
-    if (counts < 0).any():
-        raise ValueError(f"num_queries must be at least 0, got {counts.min()}")
+    if tables.ndim != 2 or lengths.shape != tables.shape[:1]:
+        raise ValueError(f"tables {tables.shape} and lengths {lengths.shape} do not fit together")
+    counts = check_counts(num_queries, len(lengths))
     reach = tables.shape[1] * block_size
     wrong = np.flatnonzero((lengths < 0) | (lengths > reach))
     if wrong.size:
         raise ValueError(f"row {wrong[0]} has length {lengths[wrong[0]]}, its table reaches 0 … {reach}")
     return tables, lengths, counts
+
+
+def check_counts(num_queries: int | Sequence[int], batch: int) -> np.ndarray:
+    """Query counts [batch], or ValueError."""
+    counts = whole_numbers("num_queries", num_queries)
+    if counts.shape not in ((), (batch,)):
+        raise ValueError(f"num_queries {counts.shape} does not fit {batch} sequences")
+    counts = np.broadcast_to(counts, (batch,))
+    if np.count_nonzero(counts < 0):
+        raise ValueError(f"num_queries must be at least 0, got {counts.min()}")
+    return counts
 
 
 def check_rows(query: np.ndarray, counts: np.ndarray) -> None:

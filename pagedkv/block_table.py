@@ -71,6 +71,7 @@ class BlockTables:
         self._lengths = np.zeros(0, np.int64)  # [rows]
         self._versions = np.zeros(0, np.int64)  # [rows]
         self.changes = 0  # of all sequences, so far
+        self.has_gaps = False  # whether a block of any row was ever left behind
         self.stepped = None  # the rows of the last one, if that was a step for each of them
         self._last_versions = (
             None,
@@ -197,6 +198,7 @@ class BlockTables:
         """Replace a whole row."""
         self._widen(len(entries) + 1)
         self._entries[row, : len(entries)] = entries
+        self.has_gaps = self.has_gaps or bool(np.count_nonzero(entries == NOTHING))
         self._entries[row, len(entries) :] = NOTHING
         self._lengths[row] = length
         self._touch(row)
@@ -230,6 +232,7 @@ class BlockTables:
         """Empty the first `entries` entries of a row; returns the blocks that stood there."""
         left = self._entries[row, :entries].copy()
         self._entries[row, :entries] = NOTHING
+        self.has_gaps = True
         self._touch(row)
         return left[left != NOTHING]
 

@@ -301,6 +301,8 @@ class PagedKVCache:
                 plan = None
             if plan is None:
                 whose = {"seq_ids": ids, "versions": versions}
+                if not tables.has_gaps:
+                    whose["known_below"] = self.num_blocks
                 plan = AttentionPlan(
                     manager.block_tables(ids),
                     manager.lengths(ids),

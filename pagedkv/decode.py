@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from .allocator import whole_number
-from .attention import check_batch, check_block, check_rows, check_shapes, checked_options
+from .attention import check_batch, check_block, check_counts, check_rows, check_shapes, checked_options
 from .block_table import NOTHING, ragged
 from .manager import Reservation
 from .storage import KVStorage, as_floats
@@ -50,7 +50,8 @@ class AttentionPlan:
     Args: block_tables: whole numbers [batch, max_blocks]; lengths: tokens [batch]; block_size; num_queries: per
         sequence, or one for all; window: keys that a query sees, its own included; share: whether to read shared
         prefixes once; threads: to compute in, at most; if None, as many as pay and there are processors; seq_ids,
-        versions: whose plan this is, for `PagedKVCache` to notice that it is stale.
+        versions: whose plan this is, for `PagedKVCache` to notice that it is stale; known_below: tables and lengths
+        are arrays and right, and every block is below this: nothing is checked.
     Raises: ValueError for lengths and blocks that do not fit; ImportError for several threads without threadpoolctl.
     Source: section 4.1; planning once per step: Ye et al. 2025, "FlashInfer".
     """
@@ -67,8 +68,12 @@ class AttentionPlan:
         threads: int | None = None,
         seq_ids: tuple = (),
         versions: np.ndarray | None = None,
+        known_below: int | None = None,
     ):
-        tables, lengths, counts = check_batch(block_tables, lengths, num_queries, block_size)
+        if known_below is None:
+            tables, lengths, counts = check_batch(block_tables, lengths, num_queries, block_size)
+        else:
+            tables, counts = block_tables, check_counts(num_queries, len(lengths))
         if window is not None:
             whole_number("window", window, minimum=1)
         self.threads = threads if threads is None else checked_threads(threads)
@@ -78,7 +83,7 @@ class AttentionPlan:
         self.total_queries = int(counts.sum())
         self.share = share
         self._batch = _Batch(tables, lengths, counts, block_size, window)
-        self._highest, *_ = self._batch.check_blocks()
+        self._highest = self._batch.check_blocks()[0] if known_below is None else known_below - 1
         self._steps_left: int | None = None  # for `next`, until all views must be made anew
         self._tasks: dict[int, list[Task]] = {}  # by the numbers in a key, all heads together
         self._split: dict[tuple, tuple[list[list[Task]], int]] = {}  # by the kind of pages
@@ -264,7 +269,7 @@ class _Batch:
         short &= self.asked[rest] <= MOST_ASKED
         for row in rest[~short].tolist():
             tasks += self._alone(row)
-        for queries in np.unique(self.asked[rest[short]]).tolist():
+        for queries in sorted(set(self.asked[rest[short]].tolist())):
             tasks += self._side_by_side(rest[short & (self.asked[rest] == queries)])
         return tasks
 
@@ -311,8 +316,10 @@ class _Batch:
         blocks = _Blocks(rows[place], entries, self)
         blocks.belong_to(rows, first - begin * size, np.minimum((begin + counts) * size, self.short))
         piece_of = first // max(1, TOGETHER // self.width)
-        new_piece = np.diff(piece_of, prepend=-1) > 0
-        edges = [*np.flatnonzero(new_piece | (np.diff(counts, prepend=-1) > 0)).tolist(), len(rows)]
+        new_piece, new_run = np.ones((2, len(rows)), bool)
+        new_piece[1:] = piece_of[1:] != piece_of[:-1]
+        new_run[1:] = new_piece[1:] | (counts[1:] != counts[:-1])
+        edges = [*new_run.nonzero()[0].tolist(), len(rows)]
         pieces, runs = [], []
         for i, end in itertools.pairwise(edges):
             if new_piece[i]:
