@@ -77,6 +77,7 @@ class PagedKVCache:
             None,
             0,
         )  # what it was asked for, the plan, and how many changes there had been
+        self._current = None, 0  # versions that were found to be current, and how many changes there had been
         self._last_step: Reservation | None = None  # the reservation that was granted last
 
     def __repr__(self) -> str:
@@ -274,45 +275,31 @@ class PagedKVCache:
         """
         ids, asked, manager = as_ids(seq_ids), np.asarray(num_queries), self.manager
         how = {"window": window, "share": share, "threads": threads}
-        kind = (
-            ids,
-            asked.dtype.char,
-            asked.shape,
-            asked.tobytes(),
-            share,
-            *map(type, how.values()),
-            window,
-            threads,
-        )
+        kind = (ids, asked.dtype.char, asked.shape, asked.tobytes(), *map(type, how.values()), *how.values())
         with self._lock:
-            versions, tables, step = manager.versions(ids), manager.tables, self._last_step
-            kept, plan, changes = self._last_plan
+            versions, (kept, plan, changes) = manager.versions(ids), self._last_plan
             if kept != kind:
                 plan = None
-            elif plan.versions is versions:
-                pass
-            elif (
-                tables.changes == changes + 1
-                and tables.stepped is tables.rows(ids)
-                and step.versions is versions  # as long as it was granted by this cache
-            ):
-                plan = plan.next(step)
-            elif np.count_nonzero(plan.versions != versions):
-                plan = None
+            elif plan.versions is not versions:
+                step = self._step_since(changes, ids, versions)
+                if step is not None:
+                    plan = plan.next(step)
+                elif np.count_nonzero(plan.versions != versions):
+                    plan = None
             if plan is None:
-                whose = {"seq_ids": ids, "versions": versions}
-                if not tables.has_gaps:
-                    whose["known_below"] = self.num_blocks
-                plan = AttentionPlan(
-                    manager.block_tables(ids),
-                    manager.lengths(ids),
-                    manager.block_size,
-                    num_queries,
-                    **how,
-                    **whose,
-                )
-            self._last_plan = kind, plan, tables.changes
+                how |= {"seq_ids": ids, "versions": versions}
+                if not manager.tables.has_gaps:
+                    how["known_below"] = self.num_blocks
+                tables, lengths = manager.block_tables(ids), manager.lengths(ids)
+                plan = AttentionPlan(tables, lengths, self.block_size, num_queries, **how)
+            self._last_plan = kind, plan, manager.tables.changes
             return plan
+
+    def _step_since(self, changes: int, ids: tuple[SeqId, ...], versions: np.ndarray) -> Reservation | None:
+        """The last reservation, if nothing but its one token for each of these has changed since so many changes."""
+        tables, step = self.manager.tables, self._last_step
+        only = tables.changes == changes + 1 and tables.stepped is tables.rows(ids)
+        return step if only and step is not None and step.versions is versions else None
 
     def attend(
         self,
@@ -338,13 +325,14 @@ class PagedKVCache:
 
     def _check_current(self, seq_ids: tuple[SeqId, ...], versions: np.ndarray) -> None:
         """StalePlan unless the sequences still have these versions."""
-        try:
-            with self._lock:
-                current = self.manager.versions(seq_ids)
-        except KeyError as error:
-            raise StalePlan(error.args[0]) from None
-        if current is versions:
-            return
-        changed = current != versions
-        if np.count_nonzero(changed):
-            raise StalePlan(f"sequence {seq_ids[changed.argmax()]!r} changed after this was planned")
+        with self._lock:
+            found = versions, self.manager.changes
+            if found[0] is self._current[0] and found[1] == self._current[1]:  # as usual, layer after layer
+                return
+            try:
+                changed = self.manager.versions(seq_ids) != versions
+            except KeyError as error:
+                raise StalePlan(error.args[0]) from None
+            if np.count_nonzero(changed):
+                raise StalePlan(f"sequence {seq_ids[changed.argmax()]!r} changed after this was planned")
+            self._current = found

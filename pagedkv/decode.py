@@ -173,10 +173,12 @@ class AttentionPlan:
         batch.steps = *self._batch.steps, step
         plan._batch, plan.versions, plan._steps_left = batch, step.versions, left - 1
         self._tasks, self._split, self._laid, self._ready = {}, {}, {}, {}
-        ids = step.places // self.block_size
+        ids = None
+        if np.count_nonzero(step.start % self.block_size) < len(step.start):  # some begin a block
+            ids = step.places // self.block_size
+            plan._highest = max(plan._highest, int(ids.max()))
         for blocks in grown:
             blocks.grow(step.start, ids)
-        plan._highest = max(plan._highest, int(ids.max()))
         return plan
 
     def tasks(self, storage: KVStorage) -> list[Task]:
@@ -463,11 +465,12 @@ class _Blocks:
         """How many steps, the next tokens of which have these positions [batch], read no more blocks than now."""
         return int((self.room - positions[self.rows]).min())
 
-    def grow(self, positions: np.ndarray, blocks: np.ndarray) -> None:
-        """Read one more token of each row: those of the batch have these positions, in these blocks [batch]."""
+    def grow(self, positions: np.ndarray, blocks: np.ndarray | None) -> None:
+        """Read one more token of each row; positions and, where some are new, blocks of the batch."""
         slots = self.offset + positions[self.rows]
         self.missing[slots] = False
-        self.ids[slots // self.positions.shape[1]] = blocks[self.rows]
+        if blocks is not None:
+            self.ids[slots // self.positions.shape[1]] = blocks[self.rows]
 
 
 def _as_slice(indices: np.ndarray) -> slice | np.ndarray:

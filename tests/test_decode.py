@@ -422,6 +422,19 @@ def test_short_sequences_that_fill_as_many_units_are_multiplied_together(rng, sm
     assert [len(piece.blocks) * 2 for piece in task.pieces] == [12, 20, 12]
 
 
+def test_no_product_is_so_large_that_blas_would_use_threads(rng, small_tasks):
+    cache, ids = cached([random_sequence(rng, n, 2, 8) for n in (3, 7, 12, 11, 8)], 2, rng)
+    for heads, most in ((2, 47), (16, 4 * 4 * 8)):
+        plan, query = cache.plan(ids), random_query(rng, len(ids), heads, 8)
+        cache.attend(0, query, plan)
+        (laid,) = [laid for lane in plan._laid.values() for laid in lane if laid.segments]
+        products = [p for gather in laid.gathers for p in gather.products]
+        sizes = [p.keys.shape[-2] * p.keys.shape[-1] * p.q.shape[-2] for p in products]
+        assert max(sizes) <= most, sizes
+        plan._laid.clear()
+        plan._ready.clear()
+
+
 @given(st.integers(1, 600), st.integers(1, 300), st.sampled_from([1, 3, 16, 64, 97]))
 def test_runs_are_cut_into_equal_products_of_a_good_size(units, most, unit):
     tokens = units * unit
@@ -725,10 +738,10 @@ def test_a_plan_stays_valid_while_its_sequence_is_untouched(rng, change):
     assert_array_equal(cache.attend(0, query, plan), before)
 
 
-def grown_apart(rng, steps, lengths=(9, 14, 3, 17)):
+def grown_apart(rng, steps, lengths=(9, 14, 3, 17), spare=4):
     """Yield, step by step, a cache that plans every step and the ids; blocks lie at random, so do their numbers."""
     sequences = [random_sequence(rng, n, 2, 8) for n in lengths]
-    cache, ids = cached(sequences, 2, rng, spare=4 * steps)
+    cache, ids = cached(sequences, 2, rng, spare=spare * steps)
     for _ in range(steps):
         new = rng.standard_normal((2, 1, len(ids), 2, 8)).astype(np.float32)
         cache.append(ids, *new)
@@ -773,6 +786,88 @@ def test_a_plan_that_was_taken_over_still_knows_its_own_step(rng):
     assert_array_equal(plan.run(0, query, cache.storage), before)
 
 
+def test_a_plan_serves_until_something_changes(rng):
+    cache, plan, _ = planned(rng, ["a", "b"])
+    assert cache.plan(["a", "b"]) is plan
+    cache.fork("a", ["c"])
+    assert cache.plan(["a", "b"]) is plan, "neither has changed"
+    assert cache.plan(["b", "a"]) is not plan
+    plan = cache.plan(["a", "b"])
+    cache.extend("b")
+    assert cache.plan(["a", "b"]) is not plan
+
+
+BETWEEN = {
+    "a step that the cache has not granted": lambda cache, ids: cache.manager.extend(ids),
+    "two steps": lambda cache, ids: (cache.extend(ids), cache.extend(ids)),
+    "a step of some": lambda cache, ids: cache.extend(ids[:2]),
+    "a step in another order": lambda cache, ids: cache.extend(ids[::-1]),
+    "two tokens each": lambda cache, ids: cache.extend(ids, 2),
+    "somebody else's step": lambda cache, ids: (cache.extend(ids), cache.extend(cache.add())),
+    "a fork": lambda cache, ids: (cache.fork(ids[1]), cache.extend(ids)),
+    "a token less, and two more": lambda cache, ids: (cache.truncate(ids[3], 7), cache.extend(ids)),
+    "a reorder": lambda cache, ids: (cache.reorder(ids, [1, 0, 2, 3]), cache.extend(ids)),
+}
+
+
+@pytest.mark.parametrize("between", BETWEEN.values(), ids=BETWEEN.keys())
+def test_a_plan_is_taken_over_by_the_very_next_step_only(rng, between):
+    for cache, ids in grown_apart(rng, 3, spare=16):
+        query = random_query(rng, len(ids), 4, 8)
+        cache.attend(0, query, cache.plan(ids))
+        between(cache, ids)
+        cache.storage.arrays["keys"][...] = rng.standard_normal(cache.storage.arrays["keys"].shape)
+        cache.storage.arrays["values"][...] = rng.standard_normal(cache.storage.arrays["values"].shape)
+        out = cache.attend(0, query, cache.plan(ids))
+        assert_array_equal(out, fresh_plan(cache, ids).run(0, query, cache.storage))
+
+
+def test_a_plan_that_was_taken_over_serves_pages_of_another_shape(rng):
+    """What it was cut for says nothing about them: it is cut again, from tables that have grown with it."""
+    for cache, ids in grown_apart(rng, 7):
+        plan = cache.plan(ids)
+        cache.attend(0, random_query(rng, len(ids), 4, 8), plan)
+        other = KVStorage(1, cache.num_blocks, 2, 1, 8)
+        for array in other.arrays.values():
+            array[...] = rng.standard_normal(array.shape)
+        query = random_query(rng, len(ids), 4, 8)
+        assert_array_equal(plan.run(0, query, other), fresh_plan(cache, ids).run(0, query, other))
+
+
+def test_a_plan_that_was_taken_over_names_a_block_that_other_pages_lack(rng):
+    for cache, ids in grown_apart(rng, 8):
+        query, plan = random_query(rng, len(ids), 4, 8), cache.plan(ids)
+        cache.attend(0, query, plan)
+    tables = cache.block_tables(ids)
+    size, highest = 2, int(tables.max())
+    row = int(np.nonzero(tables == highest)[0][0])
+    smaller = KVStorage(1, highest, size, 2, 8)
+    with pytest.raises(ValueError, match=f"row {row} names block {highest}, the pool has 0 … {highest - 1}"):
+        plan.run(0, query, smaller)
+    just = KVStorage(1, highest + 1, size, 2, 8)
+    for name, array in just.arrays.items():
+        array[...] = cache.storage.arrays[name][:, : highest + 1]
+    assert_array_equal(plan.run(0, query, just), cache.attend(0, query, plan))
+
+
+def test_short_sequences_with_nothing_but_minus_infinity_to_weigh_give_zeros_as_dense_does(rng):
+    lengths = [5, 3, 9]
+    sequences = [random_sequence(rng, n, 2, 8) for n in lengths]
+    sequences[1][0][...] = 1e30
+    cache, ids = cached(sequences, 4, rng)
+    query = random_query(rng, 3, 2, 8)
+    query[1] = -1e30
+    with np.errstate(over="ignore"):
+        dense = dense_attention(query[1:2], *sequences[1], dtype=np.float32)
+        out, lse = cache.plan(ids).run(0, query, cache.storage, return_lse=True)
+    assert_array_equal(out[1:2], dense)
+    assert_array_equal(out[1], 0)
+    assert np.isfinite(lse[[0, 2]]).all() and (lse[1] == -np.inf).all()
+    for i in (0, 2):
+        alone = cache.plan(ids[i]).run(0, query[i : i + 1], cache.storage)
+        assert_array_equal(out[i : i + 1], alone)
+
+
 def test_a_step_after_a_fork_reads_the_shared_prefix_once(rng, small_tasks):
     cache, (a, b) = cached([random_sequence(rng, n, 2, 8) for n in (12, 12)], 4, rng, spare=9)
     query = random_query(rng, 2, 4, 8)
@@ -790,6 +885,16 @@ def test_a_block_that_a_window_left_behind_is_named_in_a_later_step_too(rng):
     cache.release_before(a, 4)
     with pytest.raises(ValueError, match="row 0 has no block for position 0"):
         cache.plan(a)
+
+
+def test_a_block_that_is_missing_in_a_restored_sequence_is_named_too(rng):
+    cache, (a,) = cached([random_sequence(rng, 9, 2, 8)], 4, rng)
+    cache.release_before(a, 4)
+    other = PagedKVCache(cache.num_blocks, 4, 2, 8)
+    other.restore(cache.snapshot([a]), cache)
+    with pytest.raises(ValueError, match="row 0 has no block for position 0"):
+        other.plan(a)
+    assert other.plan(a, window=3).total_queries == 1
 
 
 def test_one_stale_sequence_makes_the_plan_of_a_batch_stale(rng):

@@ -504,3 +504,28 @@ def test_reorder_releases_the_tail_first():
     left = table(manager, "b")
     manager.reorder(["a", "b"], [0, 0])
     assert queue(manager)[:3] == left[::-1]
+
+
+def test_a_step_after_a_step_copies_what_was_shared_in_between():
+    manager = BlockManager(16, 4)
+    a, b = manager.add(), manager.add()
+    manager.extend([a, b], [5, 6])
+    assert not len(manager.extend([a, b]).copies)
+    assert not len(manager.extend([a, b]).copies)
+    (child,) = manager.fork(a)
+    copies = manager.extend([a, b]).copies
+    assert copies[:, [0, 2]].tolist() == [[manager.block_tables([child])[0, -1], 3]]
+    assert not len(manager.extend([a, b]).copies)
+
+
+def test_a_step_after_a_step_leaves_what_was_committed_in_between_findable():
+    manager = BlockManager(16, 4, prefix_cache=True)
+    a, b = manager.add(), manager.add()
+    manager.extend([a, b], [2, 3])
+    manager.commit([a, b], [[1, 2], [3, 4, 5]])
+    for token in range(20):
+        manager.extend([a, b])
+        manager.commit([a, b], [token, token])
+    for seq, text in ((a, [1, 2]), (b, [3, 4, 5])):
+        assert manager.is_cached(manager.block_tables([seq])[0])[:5].all()
+        assert manager.match(manager.add(tokens=[*text, *range(20)])) == 20
