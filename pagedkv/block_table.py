@@ -73,10 +73,7 @@ class BlockTables:
         self.changes = 0  # of all sequences, so far
         self.has_gaps = False  # whether a block of any row was ever left behind
         self.stepped = None  # the rows of the last one, if that was a step for each of them
-        self._last_versions = (
-            None,
-            None,
-        )  # the rows that were asked for, and the answer, until something changes
+        self._last_versions = None, None  # rows that were asked for, and the answer, until something changes
 
     def __contains__(self, seq_id: SeqId) -> bool:
         return seq_id in self._row_of

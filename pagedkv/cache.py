@@ -72,12 +72,8 @@ class PagedKVCache:
                 f"(num_blocks, block_size) is {num_blocks, block_size}, of manager {pool}, of storage {kept}"
             )
         self._lock = threading.RLock()
-        self._last_plan = (
-            None,
-            None,
-            0,
-        )  # what it was asked for, the plan, and how many changes there had been
-        self._current = None, 0  # versions that were found to be current, and how many changes there had been
+        self._last_plan = None, None, 0  # what it was asked for, the plan, how many changes there had been
+        self._current = None, 0  # versions that were found to be current, how many changes there had been
         self._last_step: Reservation | None = None  # the reservation that was granted last
 
     def __repr__(self) -> str:

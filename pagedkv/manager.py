@@ -496,9 +496,7 @@ class BlockManager(Observed):
         if len(growing) > self.num_free or (limit is not None and np.count_nonzero(start >= limit)):
             return None
         blocks = self.tables.at(rows, entry)  # [batch]
-        again = (
-            self.tables.stepped is rows
-        )  # since then nobody can have come to share or find their last blocks
+        again = self.tables.stepped is rows  # nobody can have come to share or find their last blocks since
         if not again:
             if not np.count_nonzero(start) == len(ids) > 0:
                 return None
