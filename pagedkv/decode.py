@@ -73,7 +73,7 @@ class AttentionPlan:
         if known_below is None:
             tables, lengths, counts = check_batch(block_tables, lengths, num_queries, block_size)
         else:
-            tables, counts = block_tables, check_counts(num_queries, len(lengths))
+            tables, counts = block_tables.astype(np.int64), check_counts(num_queries, len(lengths))
         if window is not None:
             whole_number("window", window, minimum=1)
         self.threads = threads if threads is None else checked_threads(threads)
