@@ -186,7 +186,6 @@ class BlockTables:
     def remove(self, seq_id: SeqId) -> None:
         """Forget a sequence; its row becomes vacant."""
         row = self._row_of.pop(seq_id)
-        self.changes += 1
         self._batches.clear()
         self._entries[row] = NOTHING
         self._lengths[row] = 0

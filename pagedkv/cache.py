@@ -73,7 +73,6 @@ class PagedKVCache:
             )
         self._lock = threading.RLock()
         self._last_plan = None, None, 0  # what it was asked for, the plan, how many changes there had been
-        self._current = None, 0  # versions that were found to be current, how many changes there had been
         self._last_step: Reservation | None = None  # the reservation that was granted last
 
     def __repr__(self) -> str:
@@ -321,14 +320,13 @@ class PagedKVCache:
 
     def _check_current(self, seq_ids: tuple[SeqId, ...], versions: np.ndarray) -> None:
         """StalePlan unless the sequences still have these versions."""
-        with self._lock:
-            found = versions, self.manager.changes
-            if found[0] is self._current[0] and found[1] == self._current[1]:  # as usual, layer after layer
-                return
-            try:
-                changed = self.manager.versions(seq_ids) != versions
-            except KeyError as error:
-                raise StalePlan(error.args[0]) from None
-            if np.count_nonzero(changed):
-                raise StalePlan(f"sequence {seq_ids[changed.argmax()]!r} changed after this was planned")
-            self._current = found
+        try:
+            with self._lock:
+                current = self.manager.versions(seq_ids)
+        except KeyError as error:
+            raise StalePlan(error.args[0]) from None
+        if current is versions:  # as usual, layer after layer
+            return
+        changed = current != versions
+        if np.count_nonzero(changed):
+            raise StalePlan(f"sequence {seq_ids[changed.argmax()]!r} changed after this was planned")

@@ -129,11 +129,6 @@ class BlockManager(Observed):
         """All registered sequences, oldest first."""
         return list(self.tables)
 
-    @property
-    def changes(self) -> int:
-        """How often sequences have changed so far; while it stays, all versions do."""
-        return self.tables.changes
-
     def __repr__(self) -> str:
         from .teach import pages  # only here: a drawing needs what stands above the engine
 

@@ -225,11 +225,6 @@ class RedisBlockManager(BlockManager):
 
     # Reading: what a step of attention rests on needs a lease
 
-    @property
-    def changes(self) -> int:
-        self.check_lease()
-        return super().changes
-
     def versions(self, seq_ids: Iterable[SeqId]) -> np.ndarray:
         self.check_lease()
         return super().versions(seq_ids)
