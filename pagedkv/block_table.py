@@ -1,6 +1,7 @@
 """Which block holds which positions of a sequence."""
 
 from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -51,6 +52,15 @@ def ragged(starts: np.ndarray, counts: np.ndarray) -> tuple[np.ndarray, np.ndarr
     return rows, starts[rows] + within
 
 
+class Step(NamedTuple):
+    """One more token for each row of a batch, as decoding adds it again and again."""
+
+    rows: np.ndarray  # int64 [batch]
+    positions: np.ndarray  # int64 [batch]
+    slots: np.ndarray  # int32 [batch]  where a block begins, real ones once that is known
+    growing: np.ndarray  # intp [n]  the places in the batch where one begins
+
+
 class BlockTables:
     """One row of block ids, one length and one version per sequence.
 
@@ -70,9 +80,10 @@ class BlockTables:
         )  # [rows, entries]; one more than the longest row needs
         self._lengths = np.zeros(0, np.int64)  # [rows]
         self._versions = np.zeros(0, np.int64)  # [rows]
-        self.changes = 0  # of all sequences, so far
+        self._changes = 0  # of all sequences, so far
         self.has_gaps = False  # whether a block of any row was ever left behind
-        self.stepped = None  # the rows of the last one, if that was a step for each of them
+        self._last_step: Step | None = None  # the last change, if it was one
+        self.before_step: np.ndarray | None = None  # what `version` had answered about its rows, if it was asked
         self._last_versions = None, None  # rows that were asked for, and the answer, until something changes
 
     def __contains__(self, seq_id: SeqId) -> bool:
@@ -149,9 +160,20 @@ class BlockTables:
         width = -(-int(self._lengths[rows].max(initial=0)) // self.block_size)
         return self._entries[rows, :width]
 
-    def at(self, rows: np.ndarray, entries: np.ndarray) -> np.ndarray:
-        """Entry `entries[i]` of row `rows[i]`; −1 for the next one that it will have: int32 [batch]."""
-        return self._entries[rows, entries]
+    def just_stepped(self, rows: np.ndarray) -> bool:
+        """Whether the last change of all was a step of these very rows."""
+        return self._last_step is not None and self._last_step.rows is rows
+
+    def next_step(self, rows: np.ndarray) -> Step:
+        """What `step` would do for these rows."""
+        if self.just_stepped(rows):
+            _, positions, slots, _ = self._last_step
+            positions, slots = positions + 1, slots + np.int32(1)
+        else:
+            positions = self._lengths[rows]
+            entry, offset = np.divmod(positions, self.block_size)
+            slots = (self._entries[rows, entry] * self.block_size + offset).astype(np.int32)
+        return Step(rows, positions, slots, (positions % self.block_size == 0).nonzero()[0])
 
     def csr(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Tables end to end: indptr int32 [batch + 1] and indices int32 [sum of entries]."""
@@ -216,14 +238,19 @@ class BlockTables:
         self._lengths[rows] += tokens
         self._touch(rows[tokens > 0])
 
-    def step(self, rows: np.ndarray, growing: np.ndarray, at: np.ndarray, blocks: np.ndarray) -> None:
-        """Grow every row by one position, and those of `growing` by a block that becomes their entry `at`."""
+    def step(self, step: Step, blocks: np.ndarray) -> None:
+        """Grow by what `next_step` returned, nothing having changed since; `blocks`: for those that need one [n]."""
+        rows, positions, slots, growing = step
         if len(growing):
-            self._widen(int(at.max()) + 2)
-            self._entries[growing, at] = blocks
-        self._lengths[rows] += 1
+            slots[growing] = blocks * self.block_size
+            entries = positions[growing] // self.block_size
+            self._widen(int(entries.max()) + 2)
+            self._entries[rows[growing], entries] = blocks
+        positions.flags.writeable = slots.flags.writeable = False  # the next step goes on from them
+        self._lengths[rows] = positions + 1
+        asked, before = self._last_versions
         self._touch(rows)
-        self.stepped = rows
+        self._last_step, self.before_step = step, before if asked is rows else None
 
     def drop(self, row: int, entries: int) -> np.ndarray:
         """Empty the first `entries` entries of a row; returns the blocks that stood there."""
@@ -247,13 +274,13 @@ class BlockTables:
             raise KeyError(f"no sequence {seq_id!r}: never added, or freed already") from None
 
     def _touch(self, rows: np.ndarray | list[int] | int) -> None:
-        self.changes += 1
-        self.stepped, self._last_versions = None, (None, None)
+        self._changes += 1
+        self._last_step, self.before_step, self._last_versions = None, None, (None, None)
         self._versions[rows] = self._version()
 
     def _version(self) -> int:
         """Of what has just been changed: a number that was never one before."""
-        return self.changes
+        return self._changes
 
     def _add_rows(self) -> None:
         rows, entries = self._entries.shape

@@ -72,7 +72,7 @@ class PagedKVCache:
                 f"(num_blocks, block_size) is {num_blocks, block_size}, of manager {pool}, of storage {kept}"
             )
         self._lock = threading.RLock()
-        self._last_plan = None, None, 0  # what it was asked for, the plan, how many changes there had been
+        self._last_plan = None, None  # what it was asked for, and the plan
         self._last_step: Reservation | None = None  # the reservation that was granted last
 
     def __repr__(self) -> str:
@@ -272,12 +272,12 @@ class PagedKVCache:
         how = {"window": window, "share": share, "threads": threads}
         kind = (ids, asked.dtype.char, asked.shape, asked.tobytes(), *map(type, how.values()), *how.values())
         with self._lock:
-            versions, (kept, plan, changes) = manager.versions(ids), self._last_plan
+            versions, (kept, plan), step = manager.versions(ids), self._last_plan, self._last_step
             if kept != kind:
                 plan = None
-            elif plan.versions is not versions:
-                step = self._step_since(changes, ids, versions)
-                if step is not None:
+            elif plan.versions is not versions:  # something has changed: one more token for each of these?
+                before = manager.tables.before_step
+                if before is plan.versions and step is not None and step.versions is versions:
                     plan = plan.next(step)
                 elif np.count_nonzero(plan.versions != versions):
                     plan = None
@@ -287,14 +287,8 @@ class PagedKVCache:
                     how["known_below"] = self.num_blocks
                 tables, lengths = manager.block_tables(ids), manager.lengths(ids)
                 plan = AttentionPlan(tables, lengths, self.block_size, num_queries, **how)
-            self._last_plan = kind, plan, manager.tables.changes
+            self._last_plan = kind, plan
             return plan
-
-    def _step_since(self, changes: int, ids: tuple[SeqId, ...], versions: np.ndarray) -> Reservation | None:
-        """The last reservation, if nothing but its one token for each of these has changed since so many changes."""
-        tables, step = self.manager.tables, self._last_step
-        only = tables.changes == changes + 1 and tables.stepped is tables.rows(ids)
-        return step if only and step is not None and step.versions is versions else None
 
     def attend(
         self,

@@ -16,7 +16,7 @@ from .allocator import (
     whole_numbers,
     whole_numbers_below,
 )
-from .block_table import NOTHING, BlockTables, SeqId, as_ids
+from .block_table import NOTHING, BlockTables, SeqId, Step, as_ids
 from .prefix_cache import (
     TOKEN,
     Commit,
@@ -485,32 +485,30 @@ class BlockManager(Observed):
         None, and nothing changes, where there is more to it: a sequence begins, a last block is shared, the pool or
         max_length is too small.
         """
-        start, limit = self.tables.length(rows), self.tables.max_length  # [batch]
-        entry, offset = np.divmod(start, self.block_size)  # [batch]
-        growing = (offset == 0).nonzero()[0]  # places in the batch of those that need a block
+        step, limit = self.tables.next_step(rows), self.tables.max_length
+        start, growing = step.positions, step.growing
         if len(growing) > self.num_free or (limit is not None and np.count_nonzero(start >= limit)):
             return None
-        blocks = self.tables.at(rows, entry)  # [batch]
-        again = self.tables.stepped is rows  # nobody can have come to share or find their last blocks since
-        if not again:
+        if not self.tables.just_stepped(rows):  # else nobody can have come to share or find their last blocks
             if not np.count_nonzero(start) == len(ids) > 0:
                 return None
-            owners = self.allocator.ref_counts[blocks]
-            owners[growing] = 1
-            if np.count_nonzero(owners > 1):
+            tails = step.slots[start % self.block_size > 0] // self.block_size
+            if np.count_nonzero(self.allocator.ref_counts[tails] > 1):
                 return None
-        new = evicted = NO_BLOCKS
-        if len(growing):
-            new, evicted = self._take(len(growing))
-            blocks[growing] = new
-        if not again:
-            self.prefix_index.unseal(blocks)  # what is written in place opens
-        self.tables.step(rows, rows[growing], entry[growing], new)
-        slots = (blocks * self.block_size + offset).astype(np.int32)
+            self.prefix_index.unseal(tails)  # what is written in place opens
+        new, evicted = self._take(len(growing)) if len(growing) else (NO_BLOCKS, NO_BLOCKS)
+        return self._stepped(started, ids, step, new, evicted)
+
+    def _stepped(
+        self, started: float, ids: tuple[SeqId, ...], step: Step, new: np.ndarray, evicted=NO_BLOCKS, free=None
+    ) -> Reservation:
+        """Carry out a step with these new blocks."""
+        self.tables.step(step, new)
         tokens = np.ones(len(ids), np.int64)
         if self.observers:
-            self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, evicted)
-        return Reservation(ids, start, tokens, slots, NO_COPIES, self.tables.version(rows))
+            self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, evicted, free)
+        version = self.tables.version(step.rows)
+        return Reservation(ids, step.positions, tokens, step.slots, NO_COPIES, version)
 
     def _plan_growth(
         self, ids: tuple[SeqId, ...], rows: np.ndarray, num_tokens: int | Sequence[int | None] | None

@@ -103,7 +103,7 @@ def state_of(pool):
     state = {
         "tables": [(seq, table(pool, seq), pool.length(seq)) for seq in pool.seq_ids],
         "versions": pool.versions(pool.seq_ids).tolist(),
-        "rows": (dict(tables._row_of), list(tables._vacant), tables._entries.tolist(), tables.changes),
+        "rows": (dict(tables._row_of), list(tables._vacant), tables._entries.tolist(), tables._changes),
         "next id": manager._next_id,
         "blocks": state_of(manager.allocator),
         "texts": {seq: dict(vars(text)) for seq, text in manager._texts.items()},

@@ -800,6 +800,7 @@ def test_a_plan_serves_until_something_changes(rng):
 BETWEEN = {
     "a step that the cache has not granted": lambda cache, ids: cache.manager.extend(ids),
     "two steps": lambda cache, ids: (cache.extend(ids), cache.extend(ids)),
+    "a look at another one, and a step": lambda cache, ids: (cache.versions(ids[:1]), cache.extend(ids)),
     "a step of some": lambda cache, ids: cache.extend(ids[:2]),
     "a step in another order": lambda cache, ids: cache.extend(ids[::-1]),
     "two tokens each": lambda cache, ids: cache.extend(ids, 2),
@@ -818,6 +819,17 @@ def test_a_plan_is_taken_over_by_the_very_next_step_only(rng, between):
         between(cache, ids)
         cache.storage.arrays["keys"][...] = rng.standard_normal(cache.storage.arrays["keys"].shape)
         cache.storage.arrays["values"][...] = rng.standard_normal(cache.storage.arrays["values"].shape)
+        out = cache.attend(0, query, cache.plan(ids))
+        assert_array_equal(out, fresh_plan(cache, ids).run(0, query, cache.storage))
+
+
+def test_steps_that_only_the_manager_granted_are_planned(rng):
+    cache = PagedKVCache(8, 2, 2, 8)
+    ids = (cache.add(), cache.add())
+    query = random_query(rng, len(ids), 4, 8)
+    for _ in range(5):
+        cache.manager.extend(ids)
+        cache.storage.arrays["keys"][...] = rng.standard_normal(cache.storage.arrays["keys"].shape)
         out = cache.attend(0, query, cache.plan(ids))
         assert_array_equal(out, fresh_plan(cache, ids).run(0, query, cache.storage))
 

@@ -506,6 +506,18 @@ def test_reorder_releases_the_tail_first():
     assert queue(manager)[:3] == left[::-1]
 
 
+def test_what_a_step_granted_cannot_be_changed_by_who_got_it():
+    """The next step goes on from there."""
+    manager = BlockManager(4, 4)
+    ids = (manager.add(), manager.add())
+    manager.extend(ids, 2)
+    step = manager.extend(ids)
+    for granted in (step.start, step.slots):
+        with pytest.raises(ValueError, match="read-only"):
+            granted += 1
+    assert manager.extend(ids).slots.tolist() == [3, 7]
+
+
 def test_a_step_after_a_step_copies_what_was_shared_in_between():
     manager = BlockManager(16, 4)
     a, b = manager.add(), manager.add()

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..allocator import Observer, whole_number, whole_numbers
 from ..block_table import NOTHING, SeqId, as_ids
-from ..manager import MAX_SLOTS, NO_BLOCKS, NO_COPIES, BlockManager, Reservation, _is_step
+from ..manager import MAX_SLOTS, NO_BLOCKS, BlockManager, Reservation, _is_step
 from ..prefix_cache import Commit
 from ..snapshot import Snapshot
 from .connection import Scripts, sections_of
@@ -280,7 +280,8 @@ class RedisBlockManager(BlockManager):
         how = b"tell" if self.observers else b"run"
         new, *answer = self._write("extend", how, *asked, ids=ids, started=started, wide=(2, 3))
         if len(answer) < 2:
-            return self._stepped(started, ids, rows, new, *answer)
+            free = int(answer[0][0]) if answer else None
+            return self._stepped(started, ids, self.tables.next_step(rows), new, free=free)
         free, start, tokens, num_hits, hits, copied, evicted = answer
         prompts = self._prompts_begun(ids, rows, tokens) if self.prefix_cache else ()
         self._attach(ids, rows, start, num_hits, hits)
@@ -293,19 +294,6 @@ class RedisBlockManager(BlockManager):
         if self.observers:
             self._tell_growth(started, ids, tokens, new, copies, hits, evicted, int(free[0]))
         return Reservation(ids, start, tokens, slots, copies, self.tables.version(rows))
-
-    def _stepped(self, started, ids, rows, new: np.ndarray, free=None) -> Reservation:
-        """Mirror the usual step of decoding: a token for each sequence, and these blocks for those that need one."""
-        start = self.tables.length(rows)
-        entry, offset = np.divmod(start, self.block_size)  # [batch]
-        growing = (offset == 0).nonzero()[0] if len(new) else slice(0)  # places in the batch
-        self.tables.step(rows, rows[growing], entry[growing], new)
-        slots = self.tables.at(rows, entry) * self.block_size  # int32
-        slots += offset
-        tokens = np.ones(len(ids), np.int64)
-        if self.observers:
-            self._tell_growth(started, ids, tokens, new, NO_COPIES, NO_BLOCKS, NO_BLOCKS, int(free[0]))
-        return Reservation(ids, start, tokens, slots, NO_COPIES, self.tables.version(rows))
 
     def _check_contents(self, ids: Sequence[SeqId], plans: list[Commit], places: list[list[int]]) -> None:
         """Part of commit: the server checks the new full blocks of all sequences, and lets them be found."""

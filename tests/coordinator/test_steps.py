@@ -26,9 +26,9 @@ def short(monkeypatch):
     """The ids of each step that the short script has done."""
     done, mirror = [], RedisBlockManager._stepped
 
-    def stepped(manager, started, ids, *rest):
+    def stepped(manager, started, ids, *rest, **options):
         done.append(ids)
-        return mirror(manager, started, ids, *rest)
+        return mirror(manager, started, ids, *rest, **options)
 
     monkeypatch.setattr(RedisBlockManager, "_stepped", stepped)
     return done
