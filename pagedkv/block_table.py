@@ -83,7 +83,7 @@ class BlockTables:
         self._changes = 0  # of all sequences, so far
         self.has_gaps = False  # whether a block of any row was ever left behind
         self._last_step: Step | None = None  # the last change, if it was one
-        self.before_step: np.ndarray | None = None  # what `version` had answered about its rows, if it was asked
+        self.before_step: np.ndarray | None = None  # `version` of its rows before, if it was asked
         self._last_versions = None, None  # rows that were asked for, and the answer, until something changes
 
     def __contains__(self, seq_id: SeqId) -> bool:

@@ -499,9 +499,7 @@ class BlockManager(Observed):
         new, evicted = self._take(len(growing)) if len(growing) else (NO_BLOCKS, NO_BLOCKS)
         return self._stepped(started, ids, step, new, evicted)
 
-    def _stepped(
-        self, started: float, ids: tuple[SeqId, ...], step: Step, new: np.ndarray, evicted=NO_BLOCKS, free=None
-    ) -> Reservation:
+    def _stepped(self, started, ids, step: Step, new, evicted=NO_BLOCKS, free=None) -> Reservation:
         """Carry out a step with these new blocks."""
         self.tables.step(step, new)
         tokens = np.ones(len(ids), np.int64)
