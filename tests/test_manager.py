@@ -506,6 +506,20 @@ def test_reorder_releases_the_tail_first():
     assert queue(manager)[:3] == left[::-1]
 
 
+def test_a_step_to_a_new_block_leaves_the_last_block_of_the_pool_findable():
+    """A row has −1 where its next block comes: that is no block, though NumPy takes it for the last one."""
+    manager = BlockManager(4, 2, prefix_cache=True)
+    for _ in range(3):
+        manager.extend(manager.add(), 2)
+    found = manager.add(tokens=[1, 2])
+    manager.extend(found, None)
+    manager.commit(found)
+    assert manager.block_tables([found]).tolist() == [[3]]
+    manager.free(0)
+    manager.extend(1)
+    assert manager.is_cached([3])[0]
+
+
 def test_what_a_step_granted_cannot_be_changed_by_who_got_it():
     """The next step goes on from there."""
     manager = BlockManager(4, 4)
