@@ -83,32 +83,30 @@ def shown(url: str) -> str:
     return parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
 
 
-class Scripts:
-    """Runs the pool's scripts: each call is one round trip, and one whole change or none.
+class Client:
+    """Whoever asks the server of a pool: sends once more what was not answered, and follows a pool that moves.
 
-    Args: url, pool, timeout: as in RedisBlockManager; retried: called when a request is sent once more.
+    Args: what: it keeps, for errors; url, timeout: as in RedisBlockManager.
     """
 
-    def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
-        self.url, self.pool, self.timeout = url, pool, timeout
-        self._keys = keys_of(pool)
-        self._packed_keys = _packed([b"%d" % len(self._keys), *self._keys])
-        self._retried = retried
-        self._lock = threading.Lock()  # a heartbeat may come from another thread
-        self._connection = self._server = None
-        self._reach(url)
+    def __init__(self, what: str, url: str, timeout: float):
+        self._what, self.url, self.timeout = what, url, timeout
 
-    def run(self, name: str, *arguments) -> list[bytes]:
-        """Run a script. What it replies: a status, then sections.
+    def _reach(self, url: str) -> None:
+        """Speak to this server from now on."""
+        raise NotImplementedError
 
-        A request whose reply was lost is sent again until `timeout` is over: scripts bear that.
-        """
+    def _told_again(self) -> None:
+        """A request is sent once more."""
+
+    def _sent(self, call: Callable):
+        """What the server answers. A call whose answer was lost is made again until `timeout` is over."""
         import redis
 
         deadline, pause = time.monotonic() + self.timeout, FIRST_PAUSE
         while True:
             try:
-                return sections_of(self._run(name, arguments))
+                return call()
             except redis.AuthenticationError as error:
                 raise CoordinatorError(f"{self._where} refuses the password in url: {error}") from None
             except redis.exceptions.MovedError as error:  # a cluster keeps the pool elsewhere: all of it
@@ -121,9 +119,52 @@ class Scripts:
                 self._reach(self.url)  # it knows who has taken over
                 time.sleep(pause)
                 pause *= 2
-                self._retried()
+                self._told_again()
             except redis.ResponseError as error:
                 raise self._said(error) from None
+
+    @property
+    def _where(self) -> str:
+        return f"{self._what} at {shown(self.url)}:"
+
+    def _unreachable(self, error: Exception) -> Unreachable:
+        return Unreachable(
+            f"{self._where} did not answer within timeout = {self.timeout:g} s (is url right?): {error}"
+        )
+
+    def _said(self, error: Exception) -> CoordinatorError:
+        """What the server complains of, and the setting that it is about."""
+        text = f"{type(error).__name__}: {error}"
+        hints = {
+            "WRONGTYPE": "its keys hold something else already",
+            "ReadOnly|READONLY|read only": "url must name the primary, this server is a read-only replica",
+            "NOAUTH|WRONGPASS|unauthenticated": "it refuses the password in url",
+            "NoPermission|NOPERM": "the user in url may not do this",
+            "SELECT is not allowed": "url must name database 0, a cluster has no other",
+            "OutOfMemory|OOM": "its maxmemory is used up",
+        }
+        hint = next((hint for said, hint in hints.items() if re.search(said, text)), "it refuses a script")
+        return CoordinatorError(f"{self._where} {hint} ({text})")
+
+
+class Scripts(Client):
+    """Runs the pool's scripts: each call is one round trip, and one whole change or none.
+
+    Args: url, pool, timeout: as in RedisBlockManager; retried: called when a request is sent once more.
+    """
+
+    def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
+        super().__init__(f"pool {pool!r}", url, timeout)
+        self._keys = keys_of(pool)
+        self._packed_keys = _packed([b"%d" % len(self._keys), *self._keys])
+        self._told_again = retried
+        self._lock = threading.Lock()  # a heartbeat may come from another thread
+        self._connection = self._server = None
+        self._reach(url)
+
+    def run(self, name: str, *arguments) -> list[bytes]:
+        """Run a script, which bears being sent again. What it replies: a status, then sections."""
+        return self._sent(lambda: sections_of(self._run(name, arguments)))
 
     def close(self) -> None:
         self._connection.disconnect()
@@ -158,29 +199,6 @@ class Scripts:
                     self._connection.disconnect()
                 self._connection = connect(url, self.timeout).connection_pool.make_connection()
                 self._server = url
-
-    @property
-    def _where(self) -> str:
-        return f"pool {self.pool!r} at {shown(self.url)}:"
-
-    def _unreachable(self, error: Exception) -> Unreachable:
-        return Unreachable(
-            f"{self._where} did not answer within timeout = {self.timeout:g} s (is url right?): {error}"
-        )
-
-    def _said(self, error: Exception) -> CoordinatorError:
-        """What the server complains of, and the setting that it is about."""
-        text = f"{type(error).__name__}: {error}"
-        hints = {
-            "WRONGTYPE": f"pool = {self.pool!r}: its keys hold something else already",
-            "ReadOnly|READONLY|read only": "url must name the primary, this server is a read-only replica",
-            "NOAUTH|WRONGPASS|unauthenticated": "it refuses the password in url",
-            "NoPermission|NOPERM": "the user in url may not do this",
-            "SELECT is not allowed": "url must name database 0, a cluster has no other",
-            "OutOfMemory|OOM": "its maxmemory is used up",
-        }
-        hint = next((hint for said, hint in hints.items() if re.search(said, text)), "it refuses a script")
-        return CoordinatorError(f"{self._where} {hint} ({text})")
 
 
 def _packed(parts: list[bytes]) -> bytes:

@@ -1,13 +1,10 @@
 """Requests for many workers: a queue in Redis from which each request is answered once, whoever dies meanwhile."""
 
 import json
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
-from ..store.redis import at_node
-from .connection import cluster_changes, connect, shown
-from .errors import CoordinatorError, Unreachable
+from .connection import Client, connect
 
 PARTS = ("requests", "waiting", "claims", "leases", "results", "tries")
 MOST_TRIES = 5  # workers that a request may outlive: one that kills whoever takes it must not kill them all
@@ -129,7 +126,7 @@ class Taken:
     kept: set[str] = field(default_factory=set)  # ids of those that it held and may go on with
 
 
-class RequestQueue:
+class RequestQueue(Client):
     """The requests of a pool, in Redis. A worker claims some under a lease; what it does not answer goes to others.
 
     A claim ends with its result, with `give_back`, or with the lease, and then exactly one other worker gets the
@@ -148,8 +145,8 @@ class RequestQueue:
         lease_seconds: float = 10.0,
         timeout: float = 5.0,
     ):
-        self.url, self.pool, self.worker = url, pool, worker
-        self.lease_seconds, self.timeout = lease_seconds, timeout
+        super().__init__(f"the requests of pool {pool!r}", url, timeout)
+        self.pool, self.worker, self.lease_seconds = pool, worker, lease_seconds
         self._client, self._server = connect(url, timeout), url
         self._keys = [f"{{pagedkv:{pool}}}:v1:{part}" for part in PARTS]
         self._scripts = {name: self._client.register_script(LIBRARY + text) for name, text in SCRIPTS.items()}
@@ -222,25 +219,3 @@ class RequestQueue:
         if url != self._server:
             self._client.close()
             self._client, self._server = connect(url, self.timeout), url
-
-    def _sent(self, call):
-        """What the server answers; a call whose answer was lost is sent again until `timeout` is over."""
-        import redis
-
-        deadline, where = (
-            time.monotonic() + self.timeout,
-            f"the requests of pool {self.pool!r} at {shown(self.url)}",
-        )
-        while True:
-            try:
-                return call()
-            except redis.AuthenticationError as error:
-                raise CoordinatorError(f"{where}: the server refuses the password in url: {error}") from None
-            except (redis.ConnectionError, redis.TimeoutError, OSError, *cluster_changes()) as error:
-                if time.monotonic() > deadline:
-                    raise Unreachable(f"{where}: no answer within {self.timeout:g} s: {error}") from None
-                moved = isinstance(error, redis.exceptions.MovedError)  # a cluster keeps the pool elsewhere
-                self._reach(at_node(self.url, error) if moved else self.url)
-                time.sleep(0 if moved else 0.02)
-            except redis.ResponseError as error:
-                raise CoordinatorError(f"{where}: the server refuses: {error}") from None

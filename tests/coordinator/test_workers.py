@@ -165,7 +165,7 @@ def test_many_at_once_get_each_request_once(queues):
 
 
 def test_nobody_there_is_said_in_time():
-    with pytest.raises(Unreachable, match=r"no answer within 0\.1 s"):
+    with pytest.raises(Unreachable, match=r"did not answer within timeout = 0\.1 s"):
         RequestQueue(f"redis://127.0.0.1:{free_port()}", "p", timeout=0.1).take()
 
 
