@@ -29,7 +29,7 @@ MOST_QUERIES, LEAST_QUERIES = (
     128,
     16,
 )  # of a sequence in one task: more would see too little of what is gathered
-LEAST_SHARED = 128  # keys that a shared prefix must save from being gathered again
+LEAST_SHARED = 1 << 15  # numbers of a shared prefix that is gathered once; a shorter one is no gain
 HIDDEN = np.iinfo(np.int64).max  # the position of what is no key
 PER_THREAD = 6 << 20  # bytes of keys and values that are worth a thread
 MOST_THREADS = 64
@@ -353,7 +353,7 @@ class _Batch:
         """Sequences that begin with the same full blocks, and the others.
 
         Walks down the tree of block ids: all `members` of a node agree up to `depth`, and read together what
-        they share from `start` on, once that is worth a gather.
+        they share from `start` on, once that is long enough.
         """
         whole = np.where(
             self.start > 0, 0, self.lengths // self.block_size
@@ -368,7 +368,8 @@ class _Batch:
             tables = self.tables[members, : whole[members].min()]
             same = np.append((tables[:, depth:] == tables[0, depth:]).all(axis=0), False)
             depth += int(same.argmin())
-            if (depth - start) * self.block_size * (len(members) - 1) >= LEAST_SHARED:
+            numbers = (depth - start) * self.block_size * self.width
+            if len(members) > 1 and numbers >= LEAST_SHARED:
                 if family is None:
                     family = _Family()
                     families.append(family)

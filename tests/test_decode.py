@@ -276,7 +276,7 @@ def small_limits():
         "UNIT": 4,
         "TOGETHER": 12 * width,
         "SCORES": 200,
-        "LEAST_SHARED": 8,
+        "LEAST_SHARED": 4 * width,
     }
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {
