@@ -86,18 +86,16 @@ def shown(url: str) -> str:
 class Client:
     """Whoever asks the server of a pool: sends once more what was not answered, and follows a pool that moves.
 
-    Args: what: it keeps, for errors; url, timeout: as in RedisBlockManager.
+    Args: what: the server keeps, as errors name it; url, timeout: as in RedisBlockManager; retried: called when a
+        request is sent once more.
     """
 
-    def __init__(self, what: str, url: str, timeout: float):
-        self._what, self.url, self.timeout = what, url, timeout
+    def __init__(self, what: str, url: str, timeout: float, retried: Callable[[], None] = lambda: None):
+        self._what, self.url, self.timeout, self._retried = what, url, timeout, retried
 
     def _reach(self, url: str) -> None:
         """Speak to this server from now on."""
         raise NotImplementedError
-
-    def _told_again(self) -> None:
-        """A request is sent once more."""
 
     def _sent(self, call: Callable):
         """What the server answers. A call whose answer was lost is made again until `timeout` is over."""
@@ -119,7 +117,7 @@ class Client:
                 self._reach(self.url)  # it knows who has taken over
                 time.sleep(pause)
                 pause *= 2
-                self._told_again()
+                self._retried()
             except redis.ResponseError as error:
                 raise self._said(error) from None
 
@@ -150,14 +148,13 @@ class Client:
 class Scripts(Client):
     """Runs the pool's scripts: each call is one round trip, and one whole change or none.
 
-    Args: url, pool, timeout: as in RedisBlockManager; retried: called when a request is sent once more.
+    Args: url, pool, timeout: as in RedisBlockManager; retried: as in Client.
     """
 
     def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
-        super().__init__(f"pool {pool!r}", url, timeout)
+        super().__init__(f"pool {pool!r}", url, timeout, retried)
         self._keys = keys_of(pool)
         self._packed_keys = _packed([b"%d" % len(self._keys), *self._keys])
-        self._told_again = retried
         self._lock = threading.Lock()  # a heartbeat may come from another thread
         self._connection = self._server = None
         self._reach(url)
