@@ -86,12 +86,13 @@ def shown(url: str) -> str:
 class Client:
     """Whoever asks the server of a pool: sends once more what was not answered, and follows a pool that moves.
 
-    Args: what: the server keeps, as errors name it; url, timeout: as in RedisBlockManager; retried: called when a
-        request is sent once more.
+    Args: url, pool, timeout: as in RedisBlockManager; retried: called when a request is sent once more.
     """
 
-    def __init__(self, what: str, url: str, timeout: float, retried: Callable[[], None] = lambda: None):
-        self._what, self.url, self.timeout, self._retried = what, url, timeout, retried
+    _asks_for = ""  # what of the pool, for errors
+
+    def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
+        self.url, self.pool, self.timeout, self._retried = url, pool, timeout, retried
 
     def _reach(self, url: str) -> None:
         """Speak to this server from now on."""
@@ -123,7 +124,7 @@ class Client:
 
     @property
     def _where(self) -> str:
-        return f"{self._what} at {shown(self.url)}:"
+        return f"{self._asks_for}pool {self.pool!r} at {shown(self.url)}:"
 
     def _unreachable(self, error: Exception) -> Unreachable:
         return Unreachable(
@@ -134,7 +135,7 @@ class Client:
         """What the server complains of, and the setting that it is about."""
         text = f"{type(error).__name__}: {error}"
         hints = {
-            "WRONGTYPE": "its keys hold something else already",
+            "WRONGTYPE": f"pool = {self.pool!r}: its keys hold something else already",
             "ReadOnly|READONLY|read only": "url must name the primary, this server is a read-only replica",
             "NOAUTH|WRONGPASS|unauthenticated": "it refuses the password in url",
             "NoPermission|NOPERM": "the user in url may not do this",
@@ -148,11 +149,11 @@ class Client:
 class Scripts(Client):
     """Runs the pool's scripts: each call is one round trip, and one whole change or none.
 
-    Args: url, pool, timeout: as in RedisBlockManager; retried: as in Client.
+    Args: as in Client.
     """
 
     def __init__(self, url: str, pool: str, timeout: float, retried: Callable[[], None] = lambda: None):
-        super().__init__(f"pool {pool!r}", url, timeout, retried)
+        super().__init__(url, pool, timeout, retried)
         self._keys = keys_of(pool)
         self._packed_keys = _packed([b"%d" % len(self._keys), *self._keys])
         self._lock = threading.Lock()  # a heartbeat may come from another thread

@@ -136,6 +136,8 @@ class RequestQueue(Client):
         lease_seconds: how long a claim lasts after the last `take`.
     """
 
+    _asks_for = "the requests of "
+
     def __init__(
         self,
         url: str,
@@ -145,8 +147,8 @@ class RequestQueue(Client):
         lease_seconds: float = 10.0,
         timeout: float = 5.0,
     ):
-        super().__init__(f"the requests of pool {pool!r}", url, timeout)
-        self.pool, self.worker, self.lease_seconds = pool, worker, lease_seconds
+        super().__init__(url, pool, timeout)
+        self.worker, self.lease_seconds = worker, lease_seconds
         self._client, self._server = connect(url, timeout), url
         self._keys = [f"{{pagedkv:{pool}}}:v1:{part}" for part in PARTS]
         self._scripts = {name: self._client.register_script(LIBRARY + text) for name, text in SCRIPTS.items()}
