@@ -159,7 +159,7 @@ class PlainPool:
         return [list(pair) for pair in here.items()]
 
     def reset(self):
-        if any(seq.table for seq in self.seqs.values()):
+        if any(block >= 0 for seq in self.seqs.values() for block in seq.table):
             return False
         self.plain, self.cached, self.texts = self.queue, [], {}
         return True
